@@ -145,7 +145,7 @@ def pretrained_config(recipe: Recipe) -> "PreTrainedConfig":
     ngrams.register()
     section, name = recipe.model, recipe.model.pretrained
     assert name is not None, "the recipe names a pretrained model"
-    who = f"model.pretrained={name!r} ({who_set(recipe, 'model.pretrained')})"
+    who = f"{section.pretrained_at} ({who_set(recipe, 'model.pretrained')})"
     return known_config(name, section.trust_remote_code, partial(_read_config, name, section.trust_remote_code, who))
 
 
@@ -279,9 +279,7 @@ def transformers_model(
                     **kwargs,
                 )
         except (OSError, ValueError) as error:
-            raise ValueError(
-                f"model.pretrained={section.pretrained!r} cannot be loaded: {first_line(error)}"
-            ) from error
+            raise ValueError(f"{section.pretrained_at} cannot be loaded: {first_line(error)}") from error
         # A task's head may be new. An encoder has none, and its weights have no prefix.
         body = f"{model.base_model_prefix}."
         has_head = takes_new_head and any(name.startswith(body) for name in model.state_dict())
@@ -289,7 +287,7 @@ def transformers_model(
         if wrong:
             name, there, here = wrong[0]
             raise ValueError(
-                f"model.pretrained={section.pretrained!r}: its configuration does not fit its weights: {name} has the "
+                f"{section.pretrained_at}: its configuration does not fit its weights: {name} has the "
                 f"shape {tuple(there)}, and should have {tuple(here)} ({len(wrong)} of its weights differ). Take the "
                 "config.json that belongs to the weights"
             )
@@ -409,5 +407,5 @@ def fetch_weights(recipe: Recipe) -> list[Path]:
         shards, _ = get_checkpoint_shard_files(name, cached_file(name, SAFE_WEIGHTS_INDEX_NAME))
     except (OSError, ValueError) as error:
         problem = f"no weights (*.safetensors) can be had: {first_line(error)}"
-        raise ValueError(f"model.pretrained={name!r}: {problem}") from error
+        raise ValueError(f"{recipe.model.pretrained_at}: {problem}") from error
     return [Path(shard) for shard in shards]

@@ -101,6 +101,11 @@ class Model(Section):
     """Meaning of the labels. auto: lists of labels are multi_label, decimal numbers regression."""
 
     @property
+    def pretrained_at(self) -> str:
+        """Return `model.pretrained` as errors begin with it."""
+        return f"model.pretrained={self.pretrained!r}"
+
+    @property
     def freezes(self) -> bool:
         """Return whether some weights are not trained."""
         return self.lora is not None or bool(self.freeze) or self.freeze_batch_norm

@@ -321,7 +321,7 @@ def test_configurations_of_a_model_folder(run: Path) -> None:
         survives(read, model / name, document)
         (model / name).write_text(json.dumps(document))
     (model / "modules.json").write_text("[" * 5000)
-    refused(pooling_of, str(model), named="modules.json")
+    refused(pooling_of, recipe.model, named="modules.json")
 
 
 def test_an_incident(tmp_path: Path) -> None:

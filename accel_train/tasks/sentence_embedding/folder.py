@@ -6,8 +6,10 @@ from typing import Any, Literal
 
 from transformers.utils import cached_file
 
+from accel_train.core.errors import first_line
 from accel_train.core.json_io import load_json
 from accel_train.core.state import JsonRecord
+from accel_train.recipe.schema import Model
 from accel_train.tasks.sentence_embedding.config import PROMPTS_FILE
 
 Pooling = Literal["mean", "cls", "last"]
@@ -45,34 +47,34 @@ def write_folder(folder: Path, pooling: Pooling, dim: int, max_length: int, prom
         (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def pooling_of(pretrained: str) -> Pooling | None:
+def pooling_of(model: Model) -> Pooling | None:
     """Return the pooling of a sentence-transformers folder or repository; None for a plain transformers model.
 
     Raises:
         ValueError: it has modules or a pooling that this task does not have.
     """
-    modules = _read(pretrained, "modules.json")
+    modules = _read(model, "modules.json")
     if modules is None:
         return None
     kinds = [str(each["type"]).rpartition(".")[2] for each in modules]
     unknown = [kind for kind in kinds if kind not in _KNOWN]
     if unknown or kinds[:2] != ["Transformer", "Pooling"]:
         raise ValueError(
-            f"model.pretrained={pretrained!r} has the module {[*unknown, *kinds][0]} of sentence-transformers, which "
+            f"{model.pretrained_at} has the module {[*unknown, *kinds][0]} of sentence-transformers, which "
             "sentence-embedding does not train; name a model of Transformer, Pooling, and Normalize"
         )
-    config = _read(pretrained, f"{modules[1]['path']}/config.json") or {}
+    config = _read(model, f"{modules[1]['path']}/config.json") or {}
     modes = config.get("pooling_mode", _modes_of(config))
-    modes = [modes] if isinstance(modes, str) else list(modes)
+    modes = [modes] if isinstance(modes, str) else modes
     found = [pooling for pooling, mode in _MODES.items() if modes == [mode]]
     if not found:
         raise ValueError(
-            f"model.pretrained={pretrained!r} pools by {' and '.join(modes) or 'nothing'}; sentence-embedding knows "
-            "mean, cls, and last"
+            f"{model.pretrained_at} pools by {' and '.join(modes) or 'nothing'}; sentence-embedding knows mean, cls, "
+            "and last"
         )
     if config.get("include_prompt") is False:
         raise ValueError(
-            f"model.pretrained={pretrained!r} leaves prompts out of its pooling (include_prompt: false), which "
+            f"{model.pretrained_at} leaves prompts out of its pooling (include_prompt: false), which "
             "sentence-embedding does not do; name another model"
         )
     return found[0]
@@ -84,13 +86,13 @@ def _modes_of(config: JsonRecord) -> list[str]:
     return [_OLD_MODES.get(name, name.removeprefix("pooling_mode_")) for name in flags]
 
 
-def _read(pretrained: str, name: str) -> Any:
+def _read(model: Model, name: str) -> Any:
     """Return the JSON of a file of the model; None if it has no such file."""
     try:
-        path = cached_file(pretrained, name, _raise_exceptions_for_missing_entries=False)
+        path = cached_file(model.pretrained, name, _raise_exceptions_for_missing_entries=False)
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"model.pretrained={pretrained!r}: {name} cannot be read ({str(error).partition(chr(10))[0]}), so its "
-            "pooling is unknown; download the model first"
+            f"{model.pretrained_at}: {name} cannot be read ({first_line(error)}), so its pooling is unknown; download "
+            "the model first"
         ) from error
     return None if path is None else load_json(Path(path))

@@ -281,7 +281,7 @@ def _prompt_notes(section: SentenceEmbeddingData) -> list[str]:
 def _pooling(recipe: Recipe, section: SentenceEmbeddingData) -> tuple[Pooling, str]:
     """Return the pooling and the reason for it."""
     pretrained = recipe.model.pretrained
-    found = None if pretrained is None else pooling_of(pretrained)
+    found = pooling_of(recipe.model) if pretrained else None
     if section.pooling != "auto":
         differs = "" if found in (None, section.pooling) else f", although {pretrained} was trained with {found}"
         return section.pooling, f"as set{differs}"

@@ -288,7 +288,7 @@ def encoder_decoder_config(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -
         config = AutoConfig.for_model(**{"decoder_start_token_id": end if begins_with_end else pad} | fields)
     if type(config) not in SEQ2SEQ.mapping and not section.trust_remote_code:
         raise ValueError(
-            f"model.pretrained={section.pretrained!r} is of type {config.model_type!r}, not an encoder-decoder of "
+            f"{section.pretrained_at} is of type {config.model_type!r}, not an encoder-decoder of "
             f"transformers; t5, bart and marian are"
         )
     return config
