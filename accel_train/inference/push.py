@@ -109,7 +109,7 @@ def card_of(folder: Path, name: str) -> str:
     data.tags = [*(data.tags or ()), *({"accel_train"} - {*(data.tags or ())})]
     base = recipe.model.pretrained
     # A path says nothing to others.
-    if base is not None and not Path(base).expanduser().exists() and _HUB_NAME.fullmatch(base):
+    if base is not None and not Path(base).exists() and _HUB_NAME.fullmatch(base):
         data.base_model = base
     scores = {
         key: value

@@ -23,7 +23,7 @@ from accel_train.data.images.preprocessing import (
     height_width,
 )
 from accel_train.recipe.data import ImageData
-from accel_train.recipe.schema import Recipe
+from accel_train.recipe.schema import Model, Recipe
 
 _FILES = ("preprocessor_config.json", "processor_config.json")
 _SIZES = ("size", "crop_size", "pad_size", "resize_short")
@@ -66,7 +66,7 @@ def model_preprocessing(
     default = replace(default, mean=data.image_mean or default.mean, std=data.image_std or default.std)
     if name is None:
         return default, ()
-    processor = load_processor(name, config, trust_remote_code=recipe.model.trust_remote_code)
+    processor = load_processor(recipe.model, config)
     if processor is None:
         note = f"{name} has no preprocessor_config.json: images are normalised with ImageNet's figures"
         return default, (note,) if data.image_mean is None else ()
@@ -76,7 +76,7 @@ def model_preprocessing(
     return own_preprocessing(processor, name, default, data, is_whole=is_whole), notes
 
 
-def load_processor(name: str, config: Any, *, trust_remote_code: bool = False) -> Any:
+def load_processor(model: Model, config: Any) -> Any:
     """Return the image processor of a pretrained model, with the defaults of its family, or None without a file.
 
     Raises:
@@ -85,17 +85,18 @@ def load_processor(name: str, config: Any, *, trust_remote_code: bool = False) -
     from transformers import AutoImageProcessor
     from transformers.image_processing_base import ImageProcessingMixin
 
+    name = str(model.pretrained)
     try:
         try:
             ImageProcessingMixin.get_image_processor_dict(name)
         except (OSError, ValueError):
             has_other = getattr(config, "model_type", None) == "timm_wrapper"
-            if not has_other and not any((Path(name).expanduser() / file).exists() for file in _FILES):
+            if not has_other and not any((Path(name) / file).exists() for file in _FILES):
                 return None
             raise
         # Pillow's pixels do not depend on whether torchvision is installed.
         return AutoImageProcessor.from_pretrained(
-            name, config=config, backend="pil", trust_remote_code=trust_remote_code
+            name, config=config, backend="pil", trust_remote_code=model.trust_remote_code
         )
     # Any type: the code belongs to the model's family.
     except Exception as error:
@@ -140,16 +141,16 @@ def own_preprocessing(
     return whole
 
 
-def pretrained_image_size(name: str, config: Any, *, trust_remote_code: bool = False) -> int | None:
+def pretrained_image_size(model: Model, config: Any) -> int | None:
     """Return the edge of the images that a pretrained model makes of squares, or None if not documented."""
     edge = getattr(config, "image_size", None)
     if isinstance(edge, int):
         return edge
-    processor = load_processor(name, config, trust_remote_code=trust_remote_code)
+    processor = load_processor(model, config)
     if processor is None:
         return None
     mode = "L" if getattr(config, "num_channels", 3) == 1 else "RGB"
-    height, width = _Own(processor, name, mode).pixels(Image.new(mode, (48, 48))).shape[1:]
+    height, width = _Own(processor, str(model.pretrained), mode).pixels(Image.new(mode, (48, 48))).shape[1:]
     return height if height == width else None
 
 

@@ -99,14 +99,15 @@ def look_at(name: str, task: str, *, trust_remote_code: bool) -> Pretrained:
 
     model = {"pretrained": name, "trust_remote_code": trust_remote_code}
     tree = {"output_dir": "runs", "model": model, "data": {"train": "."}, "schedule": {"max_steps": 1}}
-    config = pretrained_config(make_recipe(tree, "--model"))
+    recipe = make_recipe(tree, "--model")
+    config = pretrained_config(recipe)
     is_text = "tokenizer" in TASKS[task].uses
-    size = None if is_text else pretrained_image_size(name, config, trust_remote_code=trust_remote_code)
+    size = None if is_text else pretrained_image_size(recipe.model, config)
     template = load_tokenizer(name, trust_remote_code=trust_remote_code).chat_template if is_text else None
     num_positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     return Pretrained(
         name,
-        num_pretrained_parameters(config, Path(name).expanduser()),
+        num_pretrained_parameters(config, Path(str(recipe.model.pretrained))),
         num_positions,
         size,
         bool(template),

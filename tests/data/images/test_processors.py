@@ -17,6 +17,7 @@ from accel_train.data.images.first_format import first_repr
 from accel_train.data.images.preprocessing import Preprocessing
 from accel_train.data.images.processors import model_preprocessing, pretrained_image_size
 from accel_train.recipe.loader import make_recipe
+from accel_train.recipe.schema import Model
 from benchmarks import pixels
 from benchmarks.pixels import Family
 from tests.support.runs import refused
@@ -142,7 +143,7 @@ def test_the_size_of_a_pretrained_model_is_that_of_its_pixels() -> None:
     for kind, size in (("BitImageProcessorPil", 224), ("DeiTImageProcessorPil", 224), ("DetrImageProcessorPil", 800)):
         family = Family("image-classification", "resnet", kind)
         pixels.write_folder(Path(), family, pixels.settings_of(family))
-        assert pretrained_image_size(".", None) == size
+        assert pretrained_image_size(Model(pretrained="."), None) == size
 
 
 def test_transparent_pixels_are_white_only_where_a_processor_converts_colors() -> None:
