@@ -269,8 +269,9 @@ def test_no_process_holds_more_than_its_part_of_weights_gradients_and_moments(tr
 
 def test_what_does_not_divide_is_refused_with_what_does() -> None:
     section = Parallel(strategy="fsdp2", dp_shard_size=3)
-    with pytest.raises(SettingError, match="4 processes") as refused:
+    with pytest.raises(SettingError) as refused:
         Fsdp2.choose(section, 4, CPU)
+    assert "4" in refused.value.problem.split()
     assert (refused.value.at, refused.value.remedy) == ("parallel.dp_shard_size=3", "Use 1, 2, 4 or auto")
     with pytest.raises(SettingError) as refused:
         Fsdp2.choose(Parallel(strategy="fsdp2", cpu_offload=True), 2, CPU)
