@@ -9,6 +9,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from accel_train.core.format import format_count
 from accel_train.data.encoding import read_lines
 from accel_train.recipe.data import Data
 from accel_train.recipe.yaml_core import is_number
@@ -74,7 +75,7 @@ def read_delimited(path: Path, data: Data) -> Iterator[Record]:
             if row:
                 if len(row) != len(header):
                     raise ValueError(
-                        f"{path}:{number}: the row has {len(row)} fields, the header {len(header)} "
+                        f"{path}:{number}: the row has {format_count(len(row), 'field')}, the header {len(header)} "
                         f"({', '.join(header)}); {_remedy(path, data, len(row), len(header))}"
                     )
                 row_bytes, num_bytes = num_bytes, 0

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from string import ascii_letters
 
+from accel_train.core.format import format_count
 from accel_train.recipe.data import Data
 
 BOM = codecs.BOM_UTF8
@@ -50,9 +51,9 @@ def guess_encoding(path: Path, errors: str = "strict") -> tuple[str, str] | None
                 return None
             line = raw.count(b"\n", 0, error.start) + 1
             raise ValueError(
-                f"{path}:{line}: {where}, but {num_valid:,} other characters are (bytes like this one: {num_wrong:,}). "
-                "Repair the line, set data.encoding_errors: replace to read U+FFFD there, or name the encoding in "
-                "data.encoding"
+                f"{path}:{line}: {where}, unlike {format_count(num_valid, 'other character')} (bytes like this "
+                f"one: {num_wrong:,}). Repair the line, set data.encoding_errors: replace to read U+FFFD there, or "
+                "name the encoding in data.encoding"
             ) from None
         try:
             raw.decode("cp1252")

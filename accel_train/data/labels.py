@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from accel_train.core.format import did_you_mean, is_whole
+from accel_train.core.format import did_you_mean, format_count, is_whole
 from accel_train.core.json_io import nested
 from accel_train.data.tables import LABEL_NAMES, binary_value, show_cell
 
@@ -355,7 +355,7 @@ def class_notes(counts: Mapping[str, int]) -> list[str]:
     largest = sorted(counts.items(), key=lambda item: -item[1])
     shown = [f"{repr(name) if name != name.strip() else name} {count:,}" for name, count in largest]
     shown = shown if len(shown) <= CLASSES_SHOWN else [*shown[:8], "...", *shown[-3:]]
-    notes = [f"{len(counts)} classes: {', '.join(shown)}"]
+    notes = [f"{format_count(len(counts), 'class', 'classes')}: {', '.join(shown)}"]
     for doubt in class_doubts(counts):
         setting = f": {': '.join(doubt.setting)}" if doubt.setting[0] else ""
         notes.append(f"{doubt.problem}. {doubt.remedy}{setting}")

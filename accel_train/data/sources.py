@@ -243,7 +243,9 @@ def _resolve_folder(name: str, folder: Path, data: Data, key: str) -> Source:
         _refuse_held_out_files(name, folder, files, data, key)
     left_out = sorted({*paths} - {*files})
     notes: tuple[str, ...] = (
-        (f"{name}: left out {len(left_out)} files of other kinds ({_suffix_counts(left_out)})",) if left_out else ()
+        (f"{name}: left out {format_count(len(left_out), 'file')} of other kinds ({_suffix_counts(left_out)})",)
+        if left_out
+        else ()
     )
     about = [path for path in files if is_about_data(path, folder)]
     if about and len(about) < len(files):
@@ -262,7 +264,10 @@ def _resolve_folder(name: str, folder: Path, data: Data, key: str) -> Source:
         loose = [path for path in files if path.parent == folder]
         if loose and len(loose) < len(files):
             files = [path for path in files if path.parent != folder]
-            notes += (f"{name}: left out {len(loose)} files outside of class folders ({loose[0].name} is the first)",)
+            notes += (
+                f"{name}: left out {format_count(len(loose), 'file')} outside of class folders ({loose[0].name} is "
+                "the first)",
+            )
     return _describe_files(name, files, data, notes=notes)
 
 
@@ -335,7 +340,7 @@ def _pick_split(name: str, available: list[str], data: Data, key: str) -> str:
 
 
 def _describe_dataset(name: str, dataset: Any) -> Source:
-    return Source(name, f"{name}: {len(dataset):,} rows", dataset=dataset)
+    return Source(name, f"{name}: {format_count(len(dataset), 'row')}", dataset=dataset)
 
 
 def _describe_files(

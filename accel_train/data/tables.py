@@ -11,7 +11,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from accel_train.core.format import did_you_mean
+from accel_train.core.format import did_you_mean, format_count
 from accel_train.core.json_io import parse_json
 from accel_train.core.state import JsonRecord
 from accel_train.data.delimited import LINE_COLUMNS, Record, columns_by_setting, read_delimited, read_label_lines
@@ -487,6 +487,6 @@ def parts_in(where: str, name: str, cells: Sequence[Any], names: Collection[str]
     if others := rows.get(None):
         raise ValueError(
             f"{where}: column {name!r} divides the rows into parts, and {cells[others[0]]!r} is not train, validation "
-            f"or test ({len(others):,} rows). Rename or remove these rows"
+            f"or test ({format_count(len(others), 'row')}). Rename or remove these rows"
         )
     return {part: rows[part] for part in SPLITS if part in rows}

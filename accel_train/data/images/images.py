@@ -241,7 +241,7 @@ def inspect_images(images: Images) -> NDArray[np.uint64]:
     found = in_threads(look, range(len(images)))
     faults = [result for result in found if isinstance(result, ValueError)]
     if faults:
-        more = f" (and {len(faults) - 1} more of {len(found)} images are broken)" if len(faults) > 1 else ""
+        more = f" (and {len(faults) - 1} more of {len(found)} images)" if len(faults) > 1 else ""
         raise ValueError(f"{faults[0]}{more}")
     return np.array(found, dtype=np.uint64)
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
 
+from accel_train.core.format import format_count
 from accel_train.core.json_io import load_json
 from accel_train.data.encoding import read_lines
 from accel_train.data.images.images import IMAGE_SUFFIXES, FileImages, ImagePool, Target, list_images
@@ -128,7 +129,7 @@ def pairs_pool(images: Path, masks: Path, stems: Sequence[str] | None = None) ->
         )
     alone = [image_of[stem] for stem in wanted if stem not in mask_of]
     if alone:
-        more = f" (and {len(alone) - 1} more images have none)" if len(alone) > 1 else ""
+        more = f" (and {len(alone) - 1} more without a mask)" if len(alone) > 1 else ""
         raise ValueError(
             f"{images / alone[0]} has no mask: there is no {masks / os.path.splitext(alone[0])[0]}.png (or another "
             f"image format){more}; add it, or remove the image"
@@ -139,10 +140,10 @@ def pairs_pool(images: Path, masks: Path, stems: Sequence[str] | None = None) ->
     left_out = 0 if stems is not None else len(mask_of) - len(set(wanted))
     return ImagePool(
         FileImages(images, tuple(image_of[stem] for stem in wanted)),
-        f"{images} and {masks}: {len(wanted):,} pairs",
+        f"{images} and {masks}: {format_count(len(wanted), 'pair')}",
         masks=FileImages(masks, tuple(mask_of[stem] for stem in wanted)),
         names=_class_names(named) if named else None,
-        notes=(f"{masks}: left out {left_out} masks without an image",) if left_out else (),
+        notes=(f"{masks}: left out {format_count(left_out, 'mask')} without an image",) if left_out else (),
     )
 
 
@@ -177,7 +178,9 @@ def listed_pool(path: Path, data: Data, target: Target) -> ImagePool:
         )
     else:
         pool = _listed_pairs(path, lines)
-    return ImagePool(pool.images, f"{path}: {len(pool.images):,} pairs", masks=pool.masks if target.column else None)
+    return ImagePool(
+        pool.images, f"{path}: {format_count(len(pool.images), 'pair')}", masks=pool.masks if target.column else None
+    )
 
 
 def _listed_pairs(path: Path, lines: Sequence[tuple[int, str]]) -> ImagePool:

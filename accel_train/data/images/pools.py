@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from accel_train.core.format import format_count
 from accel_train.data.builtin.digit_scenes import LABEL_NAMES, digit_scenes, digits
 from accel_train.data.builtin.digit_scenes import NAME as DIGIT_SCENES
 from accel_train.data.images.images import IMAGE_SUFFIXES, FileImages, ImagePool, Target, join_images, list_files
@@ -94,8 +95,8 @@ def _folder_pool(path: Path, data: ImageData, key: str, target: Target) -> Image
         raise ValueError(f"{key}: no image below the folder {str(path)!r}; expected {path}/CLASS/*.png")
     if not files:
         return None
-    notes = (f"{folder}: left out {len(others)} files that are not images",) if others else ()
-    pool = ImagePool(FileImages(folder, tuple(files)), f"{folder}: {len(files):,} images", notes=notes)
+    notes = (f"{folder}: left out {format_count(len(others), 'file')} of other kinds",) if others else ()
+    pool = ImagePool(FileImages(folder, tuple(files)), f"{folder}: {format_count(len(files), 'image')}", notes=notes)
     if target.label is not None:
         if data.label_names is None:
             refuse_annotations(folder, files, others)
@@ -132,4 +133,4 @@ def _with_class_folders(pool: ImagePool, folder: Path, files: Sequence[str], key
             f"{key}: the class folder {folder / empty[0]} holds no image; add some, or remove the folder"
             + (f" (and {len(empty) - 1} more)" if len(empty) > 1 else "")
         )
-    return replace(pool, labels=labels, description=f"{pool.description} in {len(folders)} folders")
+    return replace(pool, labels=labels, description=f"{pool.description} in {format_count(len(folders), 'folder')}")

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from accel_train.core.errors import SettingError
+from accel_train.core.format import format_count
 from accel_train.core.state import JsonRecord
 from accel_train.data.images.images import text_digest
 from accel_train.data.images.preprocessing import (
@@ -60,7 +61,7 @@ def model_preprocessing(
     for setting, values in (("mean", data.image_mean), ("std", data.image_std)):
         if values is not None and len(values) != channels:
             raise ValueError(
-                f"data.image_{setting}={list(values)} has {len(values)} numbers, and the model takes "
+                f"data.image_{setting}={list(values)} has {format_count(len(values), 'number')}, and the model takes "
                 f"{channels} colours; give one for each"
             )
     default = replace(default, mean=data.image_mean or default.mean, std=data.image_std or default.std)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from accel_train.core.format import format_count
 from accel_train.data.cache import cache_root
 from accel_train.data.images.images import IMAGE_SUFFIXES, ArrayImages, ImagePool, RowImages, Target, evenly_spaced
 from accel_train.data.sources import Source
@@ -54,7 +55,7 @@ def table_pool(source: Source, data: ImageData, target: Target) -> ImagePool:
     values = dict(zip(columns, map(list, cells)))
     return ImagePool(
         images[0],
-        f"{name}: {len(images[0]):,} rows",
+        f"{name}: {format_count(len(images[0]), 'row')}",
         [] if target.label is None else values[target.label],
         masks=images[1] if len(images) > 1 else None,
         names=class_names(source, target.label),
@@ -151,14 +152,15 @@ def array_pool(path: Path, data: ImageData, target: Target) -> ImagePool:
     array = _read(path, data.image_column, data.image_column)
     _check_images(path, array)
     images = ArrayImages(array, str(path))
-    description = f"{path}: {len(images):,} images"
+    description = f"{path}: {format_count(len(images), 'image')}"
     column = target.column
     if column is None:
         return ImagePool(images, description)
     found, shape = _read(path, column, data.image_column), array.shape[:3]
     if found.shape[:1] != shape[:1]:
         raise ValueError(
-            f"{path}: {len(images)} images, but {column!r} has the shape {found.shape}; one each is needed"
+            f"{path}: {format_count(len(images), 'image')}, but {column!r} has the shape {found.shape}; one "
+            "each is needed"
         )
     if target.mask is not None:
         if found.shape != shape or found.dtype != np.uint8:

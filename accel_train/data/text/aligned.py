@@ -5,6 +5,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import NamedTuple
 
+from accel_train.core.format import format_count
 from accel_train.data.encoding import check_encoding, read_lines
 from accel_train.recipe.data import Data
 
@@ -49,8 +50,8 @@ def read_aligned(source: Path, suffix: str | None, data: Data) -> Iterator[Align
             yield AlignedLine(pair[0], pair[1], f"{source}:{number}")
     if num_lines[0] != num_lines[1]:
         raise ValueError(
-            f"{source} has {num_lines[0]:,} lines, and {target} has {num_lines[1]:,}; lines with the same number "
-            "belong together, so repair the files"
+            f"{source} has {format_count(num_lines[0], 'line')}, and {target} has {num_lines[1]:,}; lines with the "
+            "same number belong together, so repair the files"
         )
 
 

@@ -13,6 +13,7 @@ from tqdm import tqdm
 
 from accel_train.core.errors import SettingError
 from accel_train.core.files import publish_folder
+from accel_train.core.format import format_count
 from accel_train.core.json_io import json_digest
 from accel_train.core.state import JsonRecord
 from accel_train.data import cache
@@ -327,7 +328,11 @@ def _leaks(inputs: Inputs) -> list[str]:
         return []
     trained, held_out = ({file.resolve() for file in files_of(side)} for side in (inputs.train, inputs.eval))
     both = sorted(trained & held_out)
-    return [f"{len(both)} files of data.eval are in data.train too ({both[0]}): they are trained on"] if both else []
+    return (
+        [f"the run trains on {format_count(len(both), 'file')} of data.eval ({both[0]}), in data.train too"]
+        if both
+        else []
+    )
 
 
 def _train_tokenizer(vocab_size: int, inputs: Inputs, split: Split, notes: list[str]) -> TextTokenizer:

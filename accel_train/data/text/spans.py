@@ -52,18 +52,18 @@ class MarkedText(NamedTuple):
 
 @dataclass
 class Remarks:
-    """Places in the data that the user should know about, by the rest of a sentence that begins with their number."""
+    """Places in the data that the user should know about, by a phrase in front of their number."""
 
     places: dict[str, list[str]] = field(default_factory=dict)
 
-    def add(self, sentence: str, where: str) -> None:
+    def add(self, said: str, where: str) -> None:
         """Count one more place."""
-        self.places.setdefault(sentence, []).append(where)
+        self.places.setdefault(said, []).append(where)
 
     @property
     def notes(self) -> list[str]:
-        """Return each sentence with its count and its first place."""
-        return [f"{len(places):,} {sentence} (the first: {places[0]})" for sentence, places in self.places.items()]
+        """Return each phrase with its count and its first place."""
+        return [f"{said}: {len(places):,} (the first: {places[0]})" for said, places in self.places.items()]
 
 
 def read_marked(
@@ -92,7 +92,7 @@ def read_marked(
         name = where if data.id_column is None else str(row.get(data.id_column, where))
         places = word_places(text)
         if not places:
-            remarks.add("texts without words are left out", where)
+            remarks.add("texts without words, left out", where)
         if spans_column is None:
             yield MarkedText(text, places, (), where, name)
             continue
@@ -100,12 +100,12 @@ def read_marked(
         if spans is None:
             continue
         if not spans:
-            remarks.add("texts have no span, so all of their words are tagged O", where)
+            remarks.add("texts without a span, all words tagged O", where)
         tags, cuts = _tags(text, places, spans, where)
         num_spans += len(spans)
         cut += [where] * cuts
         if seen.setdefault(text, tags) != tags:
-            remarks.add("texts occur again with different spans", where)
+            remarks.add("texts that occur again with different spans", where)
         yield MarkedText(text, places, tags, where, name)
     if len(cut) > _MOST_CUT * num_spans:
         raise ValueError(
@@ -113,7 +113,7 @@ def read_marked(
             "characters: the first is 0, and the end is the place after the last"
         )
     for where in cut:
-        remarks.add("spans begin or end inside a word, and are extended to the whole word", where)
+        remarks.add("spans that begin or end inside a word, extended to the whole word", where)
 
 
 def _rows(
@@ -156,7 +156,7 @@ def _prodigy(row: Mapping[str, Any], column: str, text: str, where: str, remarks
             "Correct whole texts (ner.correct), and name that data set"
         )
     if answer != "accept":
-        remarks.add("texts rejected or ignored in Prodigy are left out", where)
+        remarks.add("texts rejected or ignored in Prodigy, left out", where)
         return None
     return _column_of_spans({column: [], **row}, column, text, where, remarks)
 
@@ -167,7 +167,7 @@ def _label_studio(row: Mapping[str, Any], column: str, text: str, where: str, re
         raise MissingColumn(ANNOTATIONS[0], f"{where}: no 'annotations', as Label Studio's export JSON has them")
     made = finished(_objects(row[key], where))
     if not made:
-        remarks.add("texts without an annotation in Label Studio are left out", where)
+        remarks.add("texts without an annotation in Label Studio, left out", where)
         return None
     found = []
     for annotation in made:

@@ -62,7 +62,7 @@ def inspect_token_file(path: Path) -> TokenFile:
     if magic not in _HEADERS:
         if num_bytes % 2:
             raise ValueError(
-                f"{path}: {num_bytes} bytes are not a whole number of uint16 tokens; is the file complete?"
+                f"{path}: its size in bytes, {num_bytes}, is not a whole number of uint16 tokens; is the file complete?"
             )
         return TokenFile(path, np.dtype("<u2"), num_bytes // 2)
     known_version, dtype = _HEADERS[magic]

@@ -83,7 +83,7 @@ def test_values_tell_the_order_of_four_numbers(header: str, row: str, empty: str
     assert sets.box_format == ("xyxy" if "{r}" in row or "{fr}" in row else "xywh")
     assert sets.train.boxes_of(0).corners.round(3).tolist() == [[4, 6, 14, 14], [20, 10, 36, 30]]
     assert len(sets.train) == 2
-    assert "left out 1 images" in str(sets.notes)
+    assert "left out 1 image that" in str(sets.notes)
 
 
 TABLE = Path("set/boxes.csv")

@@ -172,7 +172,9 @@ def test_text_files_without_an_image_are_counted() -> None:
     write_yolo("set")
     write_file("set/labels/train/gone.txt", "0 0.5 0.5 0.1 0.1\n")
     write_file("set/labels/train/classes.txt", "cat\ndog\n")
-    assert [note for note in read("set").notes if "1 label files" in note and "set/labels/train/gone.txt" in note]
+    assert [
+        note for note in read("set").notes if "1 label file without" in note and "set/labels/train/gone.txt" in note
+    ]
 
 
 def yolo_that_names(train: str) -> str:

@@ -242,8 +242,8 @@ FAULTS: dict[Callable[[Any], str], list[tuple[Any, str]]] = {
     ],
     broken_table: [
         ({"bbox": [[1, 1, 30, 3]], "category": ["cat"]}, "t/metadata.jsonl:2, object 1|outside"),
-        ({"bbox": [[1, 1, 3, 3]], "category": []}, "t/metadata.jsonl:2|1 boxes and 0 classes"),
-        ({"bbox": [[1, 1, 3, 3]]}, "t/metadata.jsonl:2|1 boxes and no classes"),
+        ({"bbox": [[1, 1, 3, 3]], "category": []}, "t/metadata.jsonl:2|boxes: 1, classes: 0"),
+        ({"bbox": [[1, 1, 3, 3]]}, "t/metadata.jsonl:2|boxes: 1, classes: 0"),
         ({"bbox": [[1, 1]], "category": ["cat"]}, "t/metadata.jsonl:2, object 1|[1, 1]"),
         ([1], "t/metadata.jsonl:2|objects"),
         (None, "t/metadata.jsonl:2|objects"),

@@ -482,7 +482,7 @@ def test_images_are_normalised_by_the_recipes_own_figures_one_for_each_colour() 
 
     own = preprocessing(image_mean=(0.1, 0.2, 0.3))
     assert (own.mean, own.std) == ((0.1, 0.2, 0.3), preprocessing().std)
-    refused(preprocessing, image_std=(0.5,), named="data.image_std=[0.5]|1 numbers|3 colours")
+    refused(preprocessing, image_std=(0.5,), named="data.image_std=[0.5]|1 number,|3 colours")
 
 
 def test_a_single_image_has_no_label_but_can_be_predicted() -> None:

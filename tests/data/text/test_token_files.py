@@ -78,7 +78,7 @@ def test_tokens_beyond_the_vocabulary_are_named_by_file_and_position(text_recipe
 
 def test_incomplete_token_shards_are_refused(text_recipe: MakeRecipe) -> None:
     write_file("odd.bin", b"\0" * 33)
-    refused(prepare_text, text_recipe("odd.bin"), progress=False, named="odd.bin: 33 bytes|uint16")
+    refused(prepare_text, text_recipe("odd.bin"), progress=False, named="odd.bin: its size in bytes, 33,|uint16")
     path = Path(write_tokens("cut.bin", [1] * 50, header=(20240520, 1)))
     path.write_bytes(path.read_bytes()[:-2])
     named = "cut.bin: |50 tokens, 1124 bytes|1122 bytes"

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from accel_train.core.errors import DataError
+from accel_train.core.format import format_count
 from accel_train.core.json_io import nested, parse_json
 from accel_train.data.delimited import read_delimited
 from accel_train.data.images.annotations.orders import ORDERS, fits_image, order_by_area, to_corners
@@ -334,7 +335,7 @@ def _images_of(
             folders = {os.path.dirname(place / name) for name in files}
             there = {os.path.join(each, name) for each in folders for name in list_images(Path(each))}
             left = len(there - {os.path.normpath(place / name) for name in files})
-            notes = [f"{source.name}: left out {left:,} images that it does not name"] if left else []
+            notes = [f"{source.name}: left out {format_count(left, 'image')} that it does not name"] if left else []
             return FileImages(place, tuple(files)), list(groups.values()), notes
     raise ValueError(
         f"{source.name}: the images of column {found.image!r} are not found (first: {names[0]}). Put them into one "

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from accel_train.core.format import format_count
 from accel_train.data.images.annotations.orders import to_corners
 from accel_train.data.images.images import Images
 
@@ -113,12 +114,14 @@ def annotated(
             if 0 <= number < len(ids):
                 return number
             shown = repr(row.label)[:80]
-            faults.files.append(f"{row.where}: the class {shown} is unknown; there are {len(ids)} classes")
+            faults.files.append(
+                f"{row.where}: the class {shown} is unknown; known: {format_count(len(ids), 'class', 'classes')}"
+            )
             return None
 
         records = _renumbered(records, number_of)
     number = sum(len(record.rows) for record in records)
-    description = f"{source}: {len(records):,} images with {number:,} boxes"
+    description = f"{source}: {format_count(len(records), 'image')} with {format_count(number, 'box', 'boxes')}"
     return Annotated(kind, images, records, tuple(names), faults, description, is_named, order, **further)
 
 

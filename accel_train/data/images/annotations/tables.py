@@ -99,13 +99,12 @@ def cell_rows(cell: Any, where: str, faults: Faults, order: str, *, is_one: bool
     boxes = lists["bbox"]
     classes: list[Any] | None = next((lists[key] for key in _CLASS_KEYS if key in lists), None if boxes else [])
     if classes is None or len(classes) != len(boxes):
-        number = "no" if classes is None else len(classes)
-        faults.files.append(f"{where}: {len(boxes)} boxes and {number} classes; each box has one class")
+        faults.files.append(f"{where}: boxes: {len(boxes)}, classes: {len(classes or ())}; each box has one class")
         return []
     crowds = next((lists[key] for key in _CROWD_KEYS if key in lists), [0] * len(boxes))
     areas = lists.get("area", [None] * len(boxes))
     if len(crowds) != len(boxes) or len(areas) != len(boxes):
-        faults.files.append(f"{where}: {len(boxes)} boxes, {len(areas)} areas and {len(crowds)} crowd flags")
+        faults.files.append(f"{where}: boxes: {len(boxes)}, areas: {len(areas)}, crowd flags: {len(crowds)}")
         return []
     rows = list[BoxRow]()
     for number, (values, name, crowd, area) in enumerate(zip(boxes, classes, crowds, areas), start=1):

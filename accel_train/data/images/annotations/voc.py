@@ -5,6 +5,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 from accel_train.core.files import read_regular
+from accel_train.core.format import format_count
 from accel_train.data.images.annotations.records import (
     Annotated,
     BoxedImage,
@@ -59,7 +60,7 @@ def read_voc(path: Path, images_folder: Path | None = None) -> Annotated:
         size = stated_size(tree.findtext("size/width"), tree.findtext("size/height"))
         records.append(BoxedImage(str(file), _voc_objects(file, tree, faults), size))
     num_alone = len({*at.values()} - {*images}) if os.path.isdir(path) else 0
-    notes = (f"{places[0]}: left out {num_alone:,} images without an xml file",) if num_alone else ()
+    notes = (f"{places[0]}: left out {format_count(num_alone, 'image')} without an xml file",) if num_alone else ()
     return annotated("Pascal VOC", path, FileImages(*below_one_root(images)), records, faults, "xyxy", notes=notes)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_train.core.files import read_regular
-from accel_train.core.format import is_whole
+from accel_train.core.format import format_count, is_whole
 from accel_train.core.state import JsonRecord
 from accel_train.data.images.annotations.records import (
     Annotated,
@@ -65,7 +65,7 @@ def read_yolo(path: Path, part: str, order: str) -> Annotated:
     if not num_labels:
         raise ValueError(f"{files[0]}: no image has a label file; expected {label_file(files[0])}")
     if num_alone:
-        notes.append(f"{num_alone:,} images have no label file, and so no boxes")
+        notes.append(f"{format_count(num_alone, 'image')} without a label file, and so without boxes")
     if part == "train" and os.path.isfile(path):
         held = yolo_places(path, yolo_settings(path) or {}, "val")
         notes += [f"{path}: val names {place}, which does not exist" for place in held if not os.path.exists(place)]
@@ -133,7 +133,10 @@ def _yolo_yaml(path: Path, part: str) -> tuple[list[str], list[Path], Path]:
     if not isinstance(names, list) or not names or len(set(map(str, names))) != len(names):
         raise ValueError(f"{path}: names is not a list of different class names; correct it")
     if settings.get("nc") not in (None, len(names)):
-        raise ValueError(f"{path}: nc={settings['nc']}, and names has {len(names)} classes; correct one of them")
+        raise ValueError(
+            f"{path}: nc={settings['nc']}, and names has {format_count(len(names), 'class', 'classes')}; correct one "
+            "of them"
+        )
     places = yolo_places(path, settings, part)
     if not places:
         raise ValueError(f"{path}: does not name {part}; add a folder of images")
@@ -178,7 +181,7 @@ def _labels_without_image(images: Sequence[Path]) -> list[str]:
     folders = {label.parent for label in labels} - {image.parent for image in images}
     texts = {file for folder in folders for file in folder.glob("*.txt") if file.name not in CLASSES_FILES}
     alone = sorted(texts - labels)
-    return [f"{len(alone):,} label files have no image, first: {alone[0]}"] if alone else []
+    return [f"{format_count(len(alone), 'label file')} without an image, first: {alone[0]}"] if alone else []
 
 
 def label_file(image: Path) -> Path:
