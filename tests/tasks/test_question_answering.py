@@ -150,7 +150,7 @@ def test_a_question_longer_than_a_window_is_cut_to_leave_room_and_said(tmp_path:
     }
     _, data, _ = load(recipe_for(write_jsonl(tmp_path / "a.jsonl", [long, *questions(8)]), data={"eval_fraction": 0.0}))
     assert data.train[0].answer != (0, 0)
-    assert any(note.startswith("1 training questions") for note in data.facts.notes)
+    assert any(note == "training questions longer than half a window, and cut there: 1" for note in data.facts.notes)
 
 
 def test_questions_on_functions_are_answered_by_pythons_parser() -> None:

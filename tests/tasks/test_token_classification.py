@@ -67,7 +67,7 @@ def test_what_looks_like_a_special_token_is_a_word_and_one_without_a_token_is_le
     sample = data.train[0]
     assert bytes(sample.ids[1:-1].astype("uint8")) == b"[SEP]  x"
     assert (sample.words.tolist(), sample.starts.tolist()) == ([0, 2], [1, 8])
-    assert any(note.startswith("1 words of 1 of 2 ") for note in data.facts.notes)
+    assert any("length=" in note and ": 1, of 1 of 2 " in note for note in data.facts.notes)
 
 
 def test_a_word_of_conll_ends_at_a_plain_blank(tmp_path: Path) -> None:

@@ -81,7 +81,7 @@ def prepare_rows(recipe: Recipe, *, progress: bool) -> RowCorpus:
                 "num_eval_rows": len(evaluation),
                 "eval_targets": len(evaluation.targets),
             },
-            notes=[*notes, *(f"{len(at):,} {said.format(first=at[0])}" for said, at in warnings.items())],
+            notes=[*notes, *(said.format(first=at[0], count=f"{len(at):,}") for said, at in warnings.items())],
         ),
     )
 

@@ -44,15 +44,15 @@ class Encoded(NamedTuple):
     is_target: NDArray[np.bool_]
 
 
-JOINED = "rows: a token would reach from prompt into completion; it was cut in two, as when generating"
+JOINED = "rows where a token would reach from prompt into completion: {count}; it was cut in two, as when generating"
 SPECIAL_TOKENS = (
-    "chats spell a special token in a message ({first}), and it is read as that token. Take these rows out unless "
-    "you trust them"
+    "chats that spell a special token in a message ({first}), which is read as that token: {count}. Take these rows "
+    "out unless you trust them"
 )
-WITHOUT_END = "chats end without a special token; the end-of-sequence token was added as a target"
+WITHOUT_END = "chats that end without a special token: {count}; the end-of-sequence token was added as a target"
 END_NOT_LEARNED = (
-    "chats end in a token that the chat template leaves outside {{% generation %}}: the model does not learn to end "
-    "its turn; put it inside"
+    "chats that end in a token that the chat template leaves outside {{% generation %}}: {count}; the model does not "
+    "learn to end its turn; put it inside"
 )
 
 Warnings = defaultdict[str, list[str]]

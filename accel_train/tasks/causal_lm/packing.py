@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch.utils.data import Dataset
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig
 
+from accel_train.core.format import format_count
 from accel_train.core.state import Choice
 from accel_train.data.labels import IGNORED_LABEL
 from accel_train.data.text.tokens import document_lengths
@@ -163,8 +164,8 @@ def rows_as_samples(recipe: Recipe, corpus: "RowCorpus", config: PreTrainedConfi
     note = f"each row is a separate sample, padded: {packed.reason}"
     if packed.value:
         note = (
-            f"{len(train.rows):,} rows are packed into {len(train):,} windows of {length} tokens, "
-            f"{train.fill:.1%} full; attention and positions stay within a row"
+            f"{format_count(len(train.rows), 'row')} packed into {format_count(len(train), 'window')} of {length} "
+            f"tokens, {train.fill:.1%} full; attention and positions stay within a row"
         )
     facts = corpus.facts
     facts.num_train, facts.num_eval = len(train), 0 if held_out is None else len(held_out)

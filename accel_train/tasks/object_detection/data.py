@@ -16,6 +16,7 @@ from PIL import Image
 from torch.utils.data import Dataset
 
 from accel_train.core.errors import DataError
+from accel_train.core.format import format_count
 from accel_train.data.builtin.digit_scenes import NAME as DIGIT_SCENES
 from accel_train.data.images.annotations.checks import check_boxes, other_order, refuse_faults, repeated_images
 from accel_train.data.images.annotations.coco import read_coco
@@ -204,9 +205,13 @@ def checked_pools(
     if box_faults and not is_dropping:
         remedy += ", or leave wrong boxes out: data.invalid_boxes: drop"
     refuse_faults([*file_faults, *([] if is_dropping else box_faults)], data.train_key, remedy)
-    notes = [f"left out {len(box_faults):,} invalid boxes, first: {box_faults[0]}"] if box_faults else []
+    notes = (
+        [f"left out {format_count(len(box_faults), 'invalid box', 'invalid boxes')}, first: {box_faults[0]}"]
+        if box_faults
+        else []
+    )
     if num_crowds:
-        notes.append(f"{num_crowds:,} boxes are crowds or difficult objects, and not trained on or scored")
+        notes.append(f"crowds and difficult objects, not trained on or scored: {num_crowds:,}")
     return pools, tuple(notes)
 
 

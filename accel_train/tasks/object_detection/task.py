@@ -16,6 +16,7 @@ from transformers import (
 )
 
 from accel_train.core.errors import DataError, SettingError
+from accel_train.core.format import format_count
 from accel_train.core.state import Choice
 from accel_train.data.images.first_format import first_repr
 from accel_train.data.images.images import evenly_spaced, text_digest
@@ -80,7 +81,7 @@ print(found["labels"], found["scores"], found["boxes"])"""
         boxes = [] if held is None or held.boxes is None else [held.boxes_of(index) for index in range(len(held))]
         if boxes and all(each.is_crowd.all() for each in boxes):
             raise DataError(
-                f"none of the {len(boxes)} evaluation images has a box, so mAP is not defined. "
+                f"no box in {format_count(len(boxes), 'evaluation image')}, so mAP is not defined. "
                 "Name images with boxes in data.eval"
             )
         settings = detection.DetectionSettings(source.preprocessing, data.augment, data.min_visible)

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from accel_train.core.format import format_count
 from accel_train.core.model_card import FOLDER, Use
 from accel_train.data.text.padding import joined_arrays, samples_digest
 from accel_train.metrics.texts import answer_scores
@@ -120,11 +121,12 @@ class QuestionAnswering(EncoderTask):
         """Return notes about windows and about unanswered questions."""
         num_long = sum(len(windows) > 1 for windows in train)
         notes = [
-            f"{len(train):,} {called} are read in {sum(map(len, train)):,} windows of at most {max_length} tokens: "
-            f"{num_long:,} contexts are longer, and neighbouring windows share {doc_stride} tokens"
+            f"{called}: {len(train):,}, in "
+            f"{format_count(sum(map(len, train)), 'window')} of at most {max_length} tokens; longer contexts: "
+            f"{num_long:,}; neighbouring windows share {doc_stride} tokens"
         ]
         if num_cut:
-            notes.append(f"{num_cut:,} {called} are longer than half a window, and are cut there")
+            notes.append(f"{called} longer than half a window, and cut there: {num_cut:,}")
         if self.threshold is not None:
             notes.append(
                 "some questions have no answer: the answer is empty where no answer scores higher than the best one "

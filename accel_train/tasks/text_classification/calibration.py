@@ -61,7 +61,7 @@ def fit_temperature(
     samples: Any = data.train
     count = len({samples[number].ids.tobytes() for number in range(len(samples))})
     if count < LEAST_ROWS:
-        raise DataError(f"{count} different training texts are too few; it takes {LEAST_ROWS}")
+        raise DataError(f"too few different training texts: {count}; it takes {LEAST_ROWS}")
     if not recipe.model.config:
         raise DataError("the model did not begin with new weights")
     if recipe.optimizer.averages:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from accel_train.core.format import format_count
 from accel_train.data.encoding import read_lines
 from accel_train.data.labels import IGNORED_LABEL, LabelScheme, label_scheme
 from accel_train.data.sources import Source, describe, file_kind
@@ -159,8 +160,8 @@ def _table_sentences(source: Source, data: TokenClassificationData) -> Iterator[
             tags = tuple(list_cell(row.cells[1], data.tags_column, row.where))
             if len(tags) != len(words):
                 raise ValueError(
-                    f"{row.where}: column {data.tags_column!r} has {len(tags)} tags for the {len(words)} words of "
-                    f"column {data.tokens_column!r}; give one for each, or drop the row"
+                    f"{row.where}: column {data.tags_column!r} has {format_count(len(tags), 'tag')} for the "
+                    f"{len(words)} words of column {data.tokens_column!r}; give one for each, or drop the row"
                 )
         yield Sentence(words, tags, row.where, row.where if data.id_column is None else str(row.cells[-1]))
 
@@ -213,8 +214,8 @@ def _conll_sentences(path: Path, data: TokenClassificationData) -> Iterator[Sent
             first = first or (place, len(each))
             if len(each) != first[1] or column_of_words >= len(each) or column_of_tags >= len(each):
                 raise ValueError(
-                    f"{path}:{place}: {show_cell(' '.join(each))} has {len(each)} columns, and line {first[0]} has "
-                    f"{first[1]}; write as many for each word, and no comments"
+                    f"{path}:{place}: {show_cell(' '.join(each))} has {format_count(len(each), 'column')}, and line "
+                    f"{first[0]} has {first[1]}; write as many for each word, and no comments"
                 )
         words = tuple(each[column_of_words] for _, each in block)
         where = f"{path}:{block[0][0] if block else number}"

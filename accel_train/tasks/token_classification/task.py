@@ -216,6 +216,6 @@ def _cut(called: str, rows: Sequence[words.Sentence], samples: Sequence[words.Sa
     if not num_words:
         return []
     return [
-        f"{num_words:,} words of {num_rows:,} of {len(rows):,} {called} have no token within "
-        f"data.max_length={max_length}: they are neither learned nor scored"
+        f"words without a token within data.max_length={max_length}: {num_words:,}, of {num_rows:,} of "
+        f"{len(rows):,} {called}; neither learned nor scored"
     ]
