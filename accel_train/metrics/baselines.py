@@ -179,7 +179,7 @@ def likely_causes(
         "pretrained weights (model.pretrained), or take a smaller model"
     )
     rate = f"a learning rate too low or too high: accel-train find-lr {run_folder}/recipe.resolved.yaml suggests one"
-    length = f"too few steps ({steps:,}, {epochs:.3g} epochs): raise schedule.num_epochs or schedule.max_steps"
+    length = f"too few steps ({steps:,}; epochs: {epochs:.3g}): raise schedule.num_epochs or schedule.max_steps"
     if best_step is None:
         return [rate, length, data]
     if best_step == steps:

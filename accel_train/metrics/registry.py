@@ -182,7 +182,8 @@ def load_metric(name: str, *, allow_hub: bool = False, **options: Any) -> "Evalu
     except (OSError, ImportError) as error:  # unknown module, no network, or a missing package
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise ValueError(
-            f"metric {name!r} is none of accel_train's and cannot be loaded from the hub: {reason[0]}; {hint}"
+            f"metric {name!r} is none of accel_train's and cannot be loaded from the hub: {reason[0]}; "
+            f"{hint.removesuffix('.')}"
         ) from error
     return hub_module
 

@@ -273,7 +273,11 @@ class StandIns:
                 found[name] = source
                 replace_values(parameter, torch.empty(parameter.shape, device="meta"))
         for path, module in model.named_modules():
-            others |= {f"{path}.{name}": each for name, each in vars(module).items() if isinstance(each, torch.Tensor)}
+            others |= {
+                f"{path}.{name}".lstrip("."): each
+                for name, each in vars(module).items()
+                if isinstance(each, torch.Tensor)
+            }
         stored = model.state_dict()
         for name, each in others.items():
             if each.is_floating_point() or each.is_complex():

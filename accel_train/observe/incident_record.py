@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from pydantic import TypeAdapter, ValidationError
 
+from accel_train.core.format import format_count
 from accel_train.core.json_io import read_json
 from accel_train.core.state import JsonRecord
 
@@ -204,7 +205,7 @@ def summarise_incident(incident: Incident) -> str:
     if kind == "deterministic":
         bad = [finding for finding in findings if finding.happens_again]
         blamed = [_blame(finding) for finding in bad[:3]]
-        more = f"; and so on {len(bad) - 3} more processes" if len(bad) > 3 else ""
+        more = f"; and so on {format_count(len(bad) - 3, 'more process', 'more processes')}" if len(bad) > 3 else ""
         return f"Deterministic: {'; '.join(blamed)}{more}"
     there = not_finite_then(findings)
     if there:

@@ -278,7 +278,7 @@ class RunObserver(Observer):
                 self._unwritten.popleft()
         except OSError as error:
             if not self._is_failing:
-                message = f"metrics.jsonl cannot be written ({error.strerror}); its lines wait, training continues"
+                message = f"metrics.jsonl could not be written ({error.strerror}); its lines wait, training continues"
                 self._progress.note(message)
             self._is_failing = True
         else:

@@ -17,6 +17,7 @@ from typing import Any, Self
 from filelock import FileLock, Timeout
 
 from accel_train.core.files import TAIL_BYTES, cut_incomplete_line, make_folders, read_regular, sync, write_atomically
+from accel_train.core.format import format_count
 from accel_train.core.json_io import from_json, json_line, json_text, parse_json, read_json, utc_now
 from accel_train.core.ownership import RECIPE_FILE as RECIPE_FILE
 from accel_train.core.ownership import check_claim, claim, write_file
@@ -247,7 +248,7 @@ def note_damaged_lines(path: Path, faults: Mapping[int, str], damage: list[str] 
     """Report damaged lines of a file in one message, as `note_damage` does. `faults` has the reasons by line number."""
     if faults:
         first = min(faults)
-        more = f"; so are {len(faults) - 1} other lines" if len(faults) > 1 else ""
+        more = f", like {format_count(len(faults) - 1, 'other line')}" if len(faults) > 1 else ""
         note_damage(f"{path}:{first} is damaged ({faults[first]}) and is skipped{more}", damage)
 
 

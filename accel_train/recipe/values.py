@@ -47,7 +47,7 @@ def _check_target(target: Any) -> Any:
         )
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.username is not None:
         address = f"{parts.scheme}://{parts.hostname or ''}"
-        problem = f"{address} must be http:// or https:// and a host, without user and password"
+        problem = f"{address} must be http:// or https:// with a host, and without user and password"
         raise SettingError(problem, at="log.notify", settings=("log.notify",))
     return target
 

@@ -83,7 +83,7 @@ def finish_run(run: RunContext) -> tuple[JsonRecord, nn.Module]:
     # The guard counts steps without targets since the last start only.
     if run.state.num_targets_seen == 0 < run.state.step:
         raise DataError(
-            f"none of the {run.state.step} steps had a target, so nothing was trained. Check the labels (or masks) of "
+            f"no step of {run.state.step} had a target, so nothing was trained. Check the labels (or masks) of "
             "the training data, and which label the task ignores"
         )
     if run.plan.can_evaluate:

@@ -74,7 +74,7 @@ def bert(**settings: Any) -> BertForSequenceClassification:
 
 
 @pytest.mark.parametrize("kind", ["linear", "without bias", "conv1d"])
-def test_an_int8_layer_computes_with_the_dequantised_weights(kind: str) -> None:
+def test_an_int8_layer_computes_with_the_dequantized_weights(kind: str) -> None:
     torch.manual_seed(0)
     module = Conv1D(40, 24) if kind == "conv1d" else nn.Linear(24, 40, bias=kind == "linear")
     model = nn.Sequential(module)
@@ -91,11 +91,11 @@ def test_an_int8_layer_computes_with_the_dequantised_weights(kind: str) -> None:
     assert (
         saved - by_hand
     ).abs().max() <= 1  # w / s lies halfway in a few places, where w (1 / s) is rounded otherwise
-    dequantised = saved * tensors["0.weight.scale"]
-    assert (dequantised - whole).abs().max() <= 0.501 * scale.max()
+    dequantized = saved * tensors["0.weight.scale"]
+    assert (dequantized - whole).abs().max() <= 0.501 * scale.max()
     with torch.no_grad():
         found = model(inputs)
-    torch.testing.assert_close(found, linear(inputs, dequantised, module.bias), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found, linear(inputs, dequantized, module.bias), rtol=1e-5, atol=1e-5)
     assert (found - linear(inputs, whole, module.bias)).abs().max() > 1e-4
 
 

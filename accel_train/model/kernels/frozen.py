@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from accel_train.core.format import format_count
 from accel_train.core.hardware import cpu_flags
 from accel_train.core.state import Choice
 from accel_train.model.kernels.nf4 import NF4_BYTES, Nf4Linear, Packed, pack, packed_layers
@@ -58,7 +59,7 @@ def keep_frozen(
         return {}
     said = ""
     if choice.value == "nf4":
-        layers = _quantised(model, frozen)
+        layers = _to_quantize(model, frozen)
         for name, layer in layers.items():
             if read is not None:
                 read(layer)
@@ -67,12 +68,12 @@ def keep_frozen(
             packed = Packed(*(each.to(there if stays else here) for each in pack(layer.weight.to(there))))
             model.set_submodule(name, Nf4Linear(packed, layer.bias, COMPUTED[mixed_precision]).train(layer.training))
         numel = sum(layer.weight.numel() for layer in layers.values())
-        said = f": {len(layers)} linear layers of {numel:,} weights, {NF4_BYTES:.2f} bytes each"
+        said = f": {format_count(len(layers), 'linear layer')} of {numel:,} weights, {NF4_BYTES:.2f} bytes each"
     elif choice.value == "bf16":
         weights = _matrices(model, frozen)
         for weight in weights:
             weight.data = weight.data.to(torch.bfloat16)
-        said = f"; {sum(map(torch.numel, weights)):,} weights in {len(weights)} matrices"
+        said = f"; {sum(map(torch.numel, weights)):,} weights in {format_count(len(weights), 'matrix', 'matrices')}"
     return {"model.frozen_dtype": replace(choice, reason=choice.reason + said)}
 
 
@@ -92,7 +93,7 @@ def _matrices(model: nn.Module, frozen: Collection[str]) -> list[nn.Parameter]:
     ]
 
 
-def _quantised(model: nn.Module, frozen: Collection[str]) -> dict[str, nn.Linear]:
+def _to_quantize(model: nn.Module, frozen: Collection[str]) -> dict[str, nn.Linear]:
     """Return the linear layers that nf4 quantizes, by name, without the output layer.
 
     All their weights are frozen, and their matrices have an even number of columns.
@@ -116,7 +117,7 @@ def _quantised(model: nn.Module, frozen: Collection[str]) -> dict[str, nn.Linear
     }
     if not found:
         raise ValueError(
-            "model.frozen_dtype=nf4 quantises frozen layers of torch.nn.Linear, and this model has none (GPT-2's are "
+            "model.frozen_dtype=nf4 quantizes frozen layers of torch.nn.Linear, and this model has none (GPT-2's are "
             "Conv1D); set it to auto"
         )
     return found

@@ -219,7 +219,7 @@ def test_a_model_without_linear_layers_cannot_be_kept_in_4_bits() -> None:
         keep_frozen(model, [name for name, _ in model.named_parameters()], NF4, "no")
 
 
-def test_layers_that_are_trained_in_part_are_not_quantised() -> None:
+def test_layers_that_are_trained_in_part_are_not_quantized() -> None:
     model, names = adapted()
     names -= {"model.layers.0.mlp.up_proj.base_layer.weight"}
     assert "13 linear layers" in keep_frozen(model, names, NF4, "no")["model.frozen_dtype"].reason
