@@ -114,7 +114,7 @@ def check_fit(expected: Mapping[str, torch.Size | None], stored: Mapping[str, to
     )
     if wrong:
         raise ValueError(
-            f"the checkpoint's weights do not fit this model: {', '.join(wrong[:3])} (of {len(wrong)} differences)"
+            f"the checkpoint's weights do not fit this model: {', '.join(wrong[:3])} (differences: {len(wrong)})"
         )
 
 
@@ -149,7 +149,7 @@ def check_known(keys: Iterable[str], parameters: Collection[str]) -> None:
     unknown = [key for key in keys if key.partition(".")[2] not in parameters]
     if unknown:
         raise ValueError(
-            f"the checkpoint's optimizer state does not fit this model: {unknown[0]} (of {len(unknown)} entries)"
+            f"the checkpoint's optimizer state does not fit this model: {unknown[0]} (entries: {len(unknown)})"
         )
 
 

@@ -283,7 +283,7 @@ def read_state(folder: Path) -> TrainState:
         if state.step != saved_step:
             problems.append(f"step={state.step}, but the checkpoint belongs to step {saved_step}")
         if state.step > last:
-            problems.append(f"step={state.step}, but the run has {last} steps")
+            problems.append(f"step={state.step}, but the last step of the run is {last}")
         scaler = trainer["scaler"] or {}
         for name, value in scaler.items():
             if not (isinstance(value, int | float) and math.isfinite(value) and value >= 0):

@@ -204,7 +204,7 @@ def digests_of(folder: Path, names: Sequence[str]) -> dict[str, str | OSError]:
         futures = {name: pool.submit(digest, name) for name in sorted(names, key=size, reverse=True)}
         _, unfinished = wait(futures.values(), REPORT_AFTER_SECONDS)
         if unfinished and os.environ.get("RANK", "0") == "0":
-            what = f"{len(names)} files ({sum(map(size, names)) / 1e9:.1f} GB) of {folder}"
+            what = f"{folder} (files: {len(names)}, {sum(map(size, names)) / 1e9:.1f} GB)"
             print(f"reading {what} to check them against their digests ...", file=sys.stderr, flush=True)
         return {name: future.result() for name, future in futures.items()}
     finally:

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from accel_train.core.format import format_count
 from accel_train.core.json_io import json_text
 from accel_train.core.ownership import check_file, write_file
 from accel_train.core.state import JsonRecord, StepResult
@@ -102,7 +103,11 @@ def suggest(rates: Array, losses: Array, diverged: bool) -> Suggestion:
     """
     finite = losses[np.isfinite(losses)]
     if len(finite) < MIN_STEPS:
-        what = f"the loss diverged after {len(finite)} steps" if diverged else f"only {len(finite)} steps"
+        what = (
+            f"the loss diverged after {format_count(len(finite), 'step')}"
+            if diverged
+            else f"only {format_count(len(finite), 'step')}"
+        )
         return Suggestion(None, f"too few steps: {what}. Lower --min, or raise --steps", finite)
     width = max(2.0, _WIDTH * len(finite))
     first = max(FIRST_STEPS, round(2 * width))
@@ -182,7 +187,7 @@ def format_test(test: RangeTest) -> str:
         value = "-" if smoothed[row] is None else f"{smoothed[row]:.4f}"
         lines.append(f"{test.rates[row]:>14.3g}{test.losses[row]:>12.4f}{value:>12}{mark}")
     how = "the loss diverged" if test.diverged else "all steps done"
-    lines.append(f"\n{len(test.losses)} steps; {how}")
+    lines.append(f"\n{format_count(len(test.losses), 'step')}; {how}")
     lines.append(test.suggestion.reason)
     if (rate := test.learning_rate) is not None:
         lines.append(f"\noptimizer.learning_rate: {rate:g}")

@@ -136,7 +136,7 @@ def _measurements(rehearsal: Rehearsal) -> Iterator[tuple[str, str]]:
     yield "peak memory", f"{peaks} ({kind}); {planned}" if peaks else planned
     needed = plan.num_checkpoints * num_bytes + plan.model_bytes
     room = "" if needed <= rehearsal.free_bytes else ": NOT ENOUGH"
-    what = f"{plan.num_checkpoints} checkpoints and the final weights"
+    what = f"{format_count(plan.num_checkpoints, 'checkpoint')} and the final weights"
     yield "disk", f"{format_bytes(needed)} for {what}; {format_bytes(rehearsal.free_bytes)} free{room}"
 
 
@@ -147,7 +147,7 @@ def _evaluation(metrics: Sequence[JsonRecord], max_samples: int) -> str:
         return "none: no held-out data (data.eval, data.eval_fraction)"
     numbers = [(name, value) for name, value in row.items() if isinstance(value, float)]
     scores = ", ".join(f"{name} {value:.4g}" for name, value in numbers if name not in ("seconds", "num_targets"))
-    return f"{duration(row['seconds'])} for up to {max_samples} samples: {scores}"
+    return f"{duration(row['seconds'])} for up to {format_count(max_samples, 'sample')}: {scores}"
 
 
 def _conclusion(rehearsal: Rehearsal) -> str:

@@ -183,7 +183,9 @@ def length_of(args: TrainingArguments, num_samples: int | None, num_batches: int
     steps_per_epoch = batches // accumulation if args.dataloader_drop_last else math.ceil(batches / accumulation)
     if steps_per_epoch == 0:
         raise argument_error(
-            f"{num_samples} samples are fewer than one step of {global_batch}", "Lower the batch size.", "train_dataset"
+            f"fewer samples ({num_samples}) than one step takes ({global_batch})",
+            "Lower the batch size.",
+            "train_dataset",
         )
     if args.max_steps > 0:
         epochs, max_steps = math.ceil(args.max_steps / steps_per_epoch), args.max_steps

@@ -18,6 +18,7 @@ from transformers import AutoProcessor, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.trainer_utils import unwrap_peft_model
 
 from accel_train.core.errors import SettingError, check_packages
+from accel_train.core.format import format_count
 from accel_train.hf.argument_table import Rule, argument_error, check_fields, honored, refused
 from accel_train.model.freeze import ends_with, matching
 from accel_train.model.isolation import isolated
@@ -340,7 +341,7 @@ def with_adapter(model: Any, args: Any, config: Any, added: list[int]) -> Any:
         return model
     if config is None and added:
         raise argument_error(
-            f"the adapter does not train the {len(added)} tokens that the template adds",
+            f"the adapter does not train the {format_count(len(added), 'token')} that the template adds",
             "Give the base model and peft_config.",
             chat_template_path=args.chat_template_path,
         )

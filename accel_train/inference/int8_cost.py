@@ -116,7 +116,7 @@ def format_export(folder: Path, record: Mapping[str, Any]) -> str:
     int8 = record["int8"]
     rest = ", ".join(f"{kind} {count:,}" for kind, count in int8["left_alone"].items())
     lines = [
-        f"int8 ({int8['how']}; {int8['library']}): {len(int8['matrices'])} matrices, "
+        f"int8 ({int8['how']}; {int8['library']}): {format_count(len(int8['matrices']), 'matrix', 'matrices')}, "
         f"{int8['share_of_parameters']:.0%} of the parameters",
         f"left in floating point (parameters): {rest}",
         *_table("int8", record),

@@ -17,6 +17,7 @@ from huggingface_hub.utils import validate_repo_id
 from accel_train.checkpoint.run_recipe import read_recipe_only
 from accel_train.checkpoint.weight_files import check_digests
 from accel_train.core.errors import SettingError
+from accel_train.core.format import format_count
 from accel_train.core.json_io import load_object
 from accel_train.core.model_card import FILE, FOLDER, OF_TENSORS, SCORES, Card, Use, new_card, of_transformers
 from accel_train.core.ownership import MARKER
@@ -165,8 +166,8 @@ def _send(push: Push, source: Path, folder: Path, *, updates: bool) -> Push:
         kept = set(ask_hub(lambda: api.list_repo_files(name))) - {".gitattributes"}
         if kept and not updates:
             raise ValueError(
-                f"the repository {name} has {len(kept)} files already. Give another name, or --update to add a commit; "
-                "the old files stay in its history"
+                f"the repository {name} has {format_count(len(kept), 'file')} already. Give another name, or --update "
+                "to add a commit; the old files stay in its history"
             )
         if push.private and not ask_hub(lambda: api.repo_info(name)).private:
             raise ValueError(

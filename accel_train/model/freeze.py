@@ -115,8 +115,8 @@ def freeze(model: nn.Module, section: Model) -> Choice[int]:
         norm.eval()
         norm.requires_grad_(False)
     count = sum(parameter.numel() for parameter in parameters.values() if not parameter.requires_grad)
-    what = f"{len(frozen)} tensors match model.freeze"
-    return Choice(count, what + (f", {len(norms)} batch norms with their statistics" if norms else ""))
+    what = f"model.freeze matches {format_count(len(frozen), 'tensor')}"
+    return Choice(count, what + (f", {format_count(len(norms), 'batch norm')} with their statistics" if norms else ""))
 
 
 def check_rows_train(recipe: Recipe, model: Any, tokenizer: "PreTrainedTokenizerBase", num_rows: int) -> None:

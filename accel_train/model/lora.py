@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from accel_train.core.errors import first_line
+from accel_train.core.format import format_count
 from accel_train.core.state import Choice
 from accel_train.model.freeze import ends_with, matches, matching
 from accel_train.recipe.schema import LoRA, Model
@@ -46,11 +47,11 @@ def add_adapters(model: nn.Module, section: LoRA) -> Choice[int]:
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("lora_" in name or name in whole)
     count = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    also = f", and {len(whole)} tensors trained whole" if whole else ""
+    also = f", and {format_count(len(whole), 'tensor')} trained whole" if whole else ""
     scale = f"scaled by {section.alpha:g} / {section.rank}"
     total = sum(parameter.numel() for parameter in model.parameters())
     share = f"trained numbers, {100 * count / total:.2g} % of the weights"
-    reason = f"{share}: rank {section.rank}, {scale}, in {len(_adapted(model))} layers"
+    reason = f"{share}: rank {section.rank}, {scale}, in {format_count(len(_adapted(model)), 'layer')}"
     return Choice(count, reason + also + _frozen_experts(model, total))
 
 

@@ -6,6 +6,7 @@ from importlib import import_module
 import torch
 from torch import nn
 
+from accel_train.core.format import format_count
 from accel_train.core.state import Choice
 from accel_train.model.compile import blocks_in_order
 from accel_train.model.freeze import matching
@@ -103,7 +104,8 @@ def describe_optimizer(optimizer: torch.optim.Optimizer, name: str) -> Choice[st
             [each for group in optimizer.param_groups if group["is_matrix"] == is_matrix for each in group["params"]]
             for is_matrix in (True, False)
         )
-        where = f"muon for {len(matrices)} matrices of the blocks, adamw for the other {len(rest)} tensors"
+        where = f"muon for {format_count(len(matrices), 'matrix', 'matrices')} of the blocks, "
+        where += f"adamw for the other {format_count(len(rest), 'tensor')}"
         who = "every process makes all matrices orthogonal"
         if optimizer.group is not None:
             who = f"each of {optimizer.group.size()} processes makes its share of the matrices orthogonal"

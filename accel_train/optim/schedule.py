@@ -16,6 +16,7 @@ from fractions import Fraction
 import torch
 
 from accel_train.core.errors import SettingError, first_line, setting_error
+from accel_train.core.format import format_count
 from accel_train.core.state import Choice
 from accel_train.data.order import LastBatch, steps_per_epoch
 from accel_train.recipe.optimizer import Group, Optimizer
@@ -54,15 +55,15 @@ def resolve_steps(
     per_epoch = steps_per_epoch(num_samples, global_batch_size, last_batch)
     if per_epoch == 0:
         raise ValueError(
-            f"data.last_batch=drop: {num_samples} samples are fewer than one step of {global_batch_size}. "
+            f"data.last_batch=drop: fewer samples ({num_samples}) than one step takes ({global_batch_size}). "
             "Lower batch.global_batch_size, or use short or carry"
         )
     max_steps, max_steps_reason = _max_steps(schedule, num_samples, global_batch_size, last_batch)
     warmup_steps, warmup_reason = _warmup_steps(schedule, max_steps)
     if warmup_steps > max_steps:
         raise ValueError(
-            f"schedule.warmup_steps={warmup_steps} is longer than the run of {max_steps} steps ({max_steps_reason}); "
-            f"lower warmup_steps to at most {max_steps}, or train longer"
+            f"schedule.warmup_steps={warmup_steps} is longer than the run of {format_count(max_steps, 'step')} "
+            f"({max_steps_reason}); lower warmup_steps to at most {max_steps}, or train longer"
         )
     return StepPlan(max_steps, warmup_steps, max_steps / per_epoch, max_steps_reason, warmup_reason)
 
@@ -76,9 +77,12 @@ def _max_steps(schedule: Schedule, num_samples: int, global_batch_size: int, las
     if last_batch != "carry":
         per_epoch = steps_per_epoch(num_samples, global_batch_size, last_batch)
         steps = math.ceil(_decimal(schedule.num_epochs) * int(per_epoch))
-        return steps, f"{epochs} of {per_epoch} steps, rounded up ({num_samples} samples in each)"
+        return (
+            steps,
+            f"{epochs} of {format_count(per_epoch, 'step')}, rounded up (samples in each: {num_samples})",
+        )
     steps = math.ceil(_decimal(schedule.num_epochs) * num_samples / global_batch_size)
-    reason = f"{epochs} x {num_samples} samples / {global_batch_size} per step, rounded up"
+    reason = f"{epochs} x {format_count(num_samples, 'sample')} / {global_batch_size} per step, rounded up"
     return steps, reason
 
 
@@ -87,7 +91,7 @@ def _warmup_steps(schedule: Schedule, max_steps: int) -> tuple[int, str]:
         return schedule.warmup_steps, "warmup_steps, as written"
     if schedule.warmup_ratio is not None:
         steps = math.ceil(_decimal(schedule.warmup_ratio) * max_steps)
-        return steps, f"warmup_ratio {schedule.warmup_ratio:g} x {max_steps} steps, rounded up"
+        return steps, f"warmup_ratio {schedule.warmup_ratio:g} x {format_count(max_steps, 'step')}, rounded up"
     if schedule.type not in CURVES or not schedule.type.startswith("warmup_"):
         return 0, f"not set, and {schedule.type} has no default warmup"
     if max_steps == 1:

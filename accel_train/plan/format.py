@@ -40,9 +40,11 @@ def format_plan(plan: Plan, *, colour: bool = False, show_all: bool = True) -> s
 def _verdict(plan: Plan, colour: bool) -> Iterator[Row]:
     steps, total = plan.steps, plan.memory_bytes
     samples = format_count(plan.sizes.global_batch_size, "sample")
-    length = f"{format_count(steps.max_steps)} steps of {samples}" if plan.has_length else f"steps of {samples}"
-    epochs = f", {steps.num_epochs:.4g} epochs" if plan.has_length and plan.reads_data else ""
-    yield "trains", f"{format_count(plan.num_trainable)} parameters for {length}{epochs}"
+    length = format_count(steps.max_steps, "step") if plan.has_length else "an unknown number of steps"
+    epochs = (
+        f", {steps.num_epochs:.4g} epoch{'s' * (steps.num_epochs != 1)}" if plan.has_length and plan.reads_data else ""
+    )
+    yield "trains", f"{format_count(plan.num_trainable)} parameters for {length} of {samples}{epochs}"
     if data := ", ".join(f"{count} {name}" for name, count in _counts(plan.data_facts) if name != "documents"):
         yield "data", data
     room = _room(plan)
@@ -55,8 +57,10 @@ def _verdict(plan: Plan, colour: bool) -> Iterator[Row]:
     else:
         took = "under a minute" if seconds < 60 else format_seconds(seconds)
         yield "time", f"{took} (modeled), {seconds * plan.world_size / 3600:,.1f} GPU-hours"
-    each = f"{plan.num_checkpoints} checkpoints of {size(plan.checkpoint_bytes)} (weights and optimizer, fp32)"
-    yield "disk", f"{size(plan.disk_bytes)} at most: {each}, and the final weights"
+    each = (
+        f"{format_count(plan.num_checkpoints, 'checkpoint')} of {size(plan.checkpoint_bytes)} (weights and optimizer,"
+    )
+    yield "disk", f"{size(plan.disk_bytes)} at most: {each} fp32), and the final weights"
 
 
 def _counts(facts: Facts) -> list[Row]:
@@ -92,7 +96,7 @@ def _length_rows(plan: Plan) -> Iterator[Row]:
         yield "steps", f"unknown: {epochs}, and the plan reads no data. Set schedule.max_steps"
         yield plan.targets, f"at most {per_step} per step, if every sample is full"
         return
-    samples = f"{format_count(steps.max_steps * plan.sizes.global_batch_size)} samples"
+    samples = format_count(steps.max_steps * plan.sizes.global_batch_size, "sample")
     epochs = f", {format_count(plan.num_samples)} in an epoch"
     full = "" if plan.reads_data else " at most, if every sample is full"
     yield "steps", f"{format_count(steps.max_steps)} ({steps.max_steps_reason})"
@@ -103,7 +107,7 @@ def _length_rows(plan: Plan) -> Iterator[Row]:
 def _warmup(plan: Plan) -> str:
     steps, schedule = plan.steps, plan.recipe.schedule
     if plan.has_length or schedule.warmup_steps is not None:
-        return f"{format_count(steps.warmup_steps)} steps of warmup ({steps.warmup_reason})"
+        return f"{format_count(steps.warmup_steps, 'step')} of warmup ({steps.warmup_reason})"
     return "warmup unknown: a share of all steps"
 
 
@@ -118,7 +122,9 @@ def _scale_blocks(plan: Plan) -> Iterator[tuple[str, list[Row]]]:
     training = "unknown, because the number of steps is unknown"
     if (seconds := plan.train_seconds) is not None:
         took = f"{format_seconds(seconds)}, {seconds * plan.world_size / 3600:,.1f} GPU-hours"
-        training = f"{took}: {plan.steps.max_steps:,} modeled steps, without evaluation, saves, and failures"
+        training = (
+            f"{took}: {format_count(plan.steps.max_steps, 'modeled step')}, without evaluation, saves, and failures"
+        )
     in_a_day = f"{86_400 / step.seconds * plan.num_targets / plan.steps.max_steps:.4g} {plan.targets}"
     save_every = _save_every(scale.save_interval, step.seconds, plan.recipe.checkpoint.every_steps)
     yield "Time", [("training", training), ("in a day", in_a_day), ("save every", save_every)]
@@ -247,7 +253,7 @@ def _step_rows(scale: Scale, step: StepTime, peak_flops: float, device: str) -> 
 def _save_every(found: SaveInterval, step_seconds: float, every_steps: int) -> str:
     stall, mtbf = found.stall_seconds, found.mtbf_seconds
     times = f"{duration(stall.value)} for a save ({stall.reason}), {format_seconds(mtbf.value)} between failures"
-    steps = f"{max(1, round(found.seconds / step_seconds)):,} steps ({format_seconds(found.seconds)})"
+    steps = f"{format_count(max(1, round(found.seconds / step_seconds)), 'step')} ({format_seconds(found.seconds)})"
     return f"{steps}; checkpoint.every_steps is {every_steps:,}. Young's sqrt(2 x save x MTBF): {times} ({mtbf.reason})"
 
 

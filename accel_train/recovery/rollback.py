@@ -9,6 +9,7 @@ from accel_train.checkpoint.health import healthy_steps
 from accel_train.checkpoint.rollback_log import apply_rollbacks, describe, remove_abandoned, write_rollbacks
 from accel_train.checkpoint.store import check, folder_of
 from accel_train.core.errors import CheckpointError, DataError, TrainingStopped
+from accel_train.core.format import format_count
 from accel_train.core.state import Rollback, StepResult
 from accel_train.core.work import working
 from accel_train.engine.run import RunContext, make_guard
@@ -109,7 +110,10 @@ def _choose(run: RunContext, request: RollbackRequested) -> tuple[str, Rollback]
             remove_abandoned(root, rollbacks)
             return status.path.name, rollback
         after = run.plan.recipe.guard.healthy_after_steps
-        why = "; ".join(broken) or f"no checkpoint before step {onset} was followed by {after} clean steps"
+        why = (
+            "; ".join(broken)
+            or f"no checkpoint before step {onset} was followed by {format_count(after, 'clean step')}"
+        )
         raise TrainingStopped(f"{request.reason}; cannot roll back: {why}. {kept_checkpoints(run)}")
     except OSError as error:
         raise CheckpointError(f"{request.reason}; the rollback failed: {error}") from error

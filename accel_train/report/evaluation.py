@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from accel_train.core.format import format_count
 from accel_train.core.metric_names import MISSING, follows_from_loss, is_variant, label, show_metric, show_value
 from accel_train.core.state import JsonRecord
 from accel_train.metrics.baselines import by_baseline, is_number
@@ -213,7 +214,7 @@ def _describe_segmentation(part: JsonRecord) -> Iterator[Block]:
     if bars := _bars_of_classes(part, "iou"):
         known = [iou for iou in part["iou"] if is_number(iou)]
         mean = _bar("mean", fmean(known) if known else None) | {"this": True}
-        yield _bars("Intersection over union by class", f"{len(bars)} classes", [*bars, mean])
+        yield _bars("Intersection over union by class", format_count(len(bars), "class", "classes"), [*bars, mean])
     if found := confusion_matrix(part):
         yield _table_of_pairs(*found, "pixels")
 
@@ -221,7 +222,7 @@ def _describe_segmentation(part: JsonRecord) -> Iterator[Block]:
 def _describe_detection(part: JsonRecord) -> Iterator[Block]:
     if not (bars := _bars_of_classes(part, "average_precision")):
         return
-    hint = f"{len(bars)} classes; mean over IoU thresholds from 0.5 to 0.95"
+    hint = f"{format_count(len(bars), 'class', 'classes')}; mean over IoU thresholds from 0.5 to 0.95"
     yield _bars("Average precision by class", hint, bars)
     if best := _mapping(part.get("best_f1")):
         head = ["", "least score", "precision", "recall", "F1"]

@@ -263,7 +263,7 @@ def check_host() -> Iterator[Finding]:
 
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     memory = psutil.virtual_memory()
-    text = f"{cores} cores, {format_bytes(memory.total)}, {format_bytes(memory.available)} free"
+    text = f"{format_count(cores, 'core')}, {format_bytes(memory.total)}, {format_bytes(memory.available)} free"
     yield _finding(memory.available < 2 * 2**30, "cpu", text, "close other programs, or use a larger machine")
     if sys.platform == "linux" and Path("/dev/shm").is_dir():
         size, remedy = shutil.disk_usage("/dev/shm").total, "docker run --shm-size 8g, or data.num_workers: 0"

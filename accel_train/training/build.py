@@ -24,6 +24,7 @@ from accel_train.checkpoint.rollback_log import apply_rollbacks
 from accel_train.checkpoint.saver import Saver
 from accel_train.checkpoint.store import read_trainer
 from accel_train.core.errors import first_line
+from accel_train.core.format import format_count
 from accel_train.core.state import Choice, Choices, Requests, TrainState
 from accel_train.data.cache import DigestCheck
 from accel_train.engine.batch_search import BatchCache, Trials, fit_micro_batch
@@ -264,7 +265,7 @@ def wrap_model(plan: RunPlan, strategy: Strategy, inner: TrainingModule, graphs:
     recipe, extensions, accelerator = plan.recipe, plan.extensions, strategy.accelerator
     choices: Choices = compile_module(inner, recipe.precision, graphs, lengths_vary=plan.data.lengths_vary)
     if recipe.parallel.sync_batch_norm and accelerator.num_processes > 1:
-        reason = f"the statistics of {sync_batch_norms(inner.model)} batch norms are over all processes"
+        reason = f"the statistics of {format_count(sync_batch_norms(inner.model), 'batch norm')} are over all processes"
         choices["parallel.sync_batch_norm"] = Choice(True, reason)
     for name, value in extensions.ddp.items():
         setattr(accelerator.ddp_handler, name, value)

@@ -11,7 +11,7 @@ from torch import nn
 
 from accel_train.checkpoint.store import check, folder_of
 from accel_train.core.errors import RecipeError, first_line
-from accel_train.core.format import did_you_mean
+from accel_train.core.format import did_you_mean, format_count
 from accel_train.core.json_io import plain_metrics
 from accel_train.core.state import JsonRecord
 from accel_train.core.work import working
@@ -72,7 +72,7 @@ def evaluate_run(run: RunContext, *, at_end: bool = False, final: bool = False) 
     if not at_end and is_patience_spent(run):
         state.stopped_early = True
         best = f"{section.metric_for_best_model} was best at step {state.best_step}: {state.best_metric}"
-        since = f"the last {section.early_stopping_patience} evaluations did not improve it"
+        since = f"it has not improved since (evaluations: {section.early_stopping_patience})"
         run.observer.on_event("early_stop", state.step, f"stopped early: {best}, and {since}")
     return is_best and run.plan.recipe.checkpoint.keep_best
 
@@ -176,7 +176,8 @@ def _task_scores(run: RunContext, whole: bool) -> tuple[dict[str, float], JsonRe
     result = evaluate(reader, run.strategy.inner, chunk_size=progress.chunk_size, is_over=is_over)
     if result.chunk_size < (progress.chunk_size or batch_size):
         progress.chunk_size = result.chunk_size
-        message = f"evaluation ran out of memory; this process forwards {result.chunk_size} samples at once from now on"
+        at_once = format_count(result.chunk_size, "sample")
+        message = f"evaluation ran out of memory; this process forwards {at_once} at once from now on"
         run.observer.on_event("out_of_memory", run.state.step, message)
     with working("computing metrics"):
         scores = plan.task.score(result.loss, result.totals, plan.data)

@@ -194,7 +194,7 @@ def _of_data(data: TaskData, recipe: Recipe) -> list[str]:
     facts = data.facts
     sizes = []
     if None not in (facts.num_train, facts.num_eval):
-        sizes = [f"{facts.num_train:,} samples to train on, {facts.num_eval:,} held out"]
+        sizes = [f"{format_count(facts.num_train or 0, 'sample')} to train on, {facts.num_eval:,} held out"]
     elif facts.train_tokens is not None:
         sizes = [f"{facts.train_tokens:,} tokens to train on, {facts.eval_tokens:,} held out"]
     counts = facts.num_train_of_label
@@ -247,8 +247,9 @@ def describe_batch_norm(run: RunContext) -> str | None:
     can_sync = processes > 1 and not is_synced and run.plan.recipe.parallel.strategy == "ddp"
     remedy = ". Set parallel.sync_batch_norm true for statistics over all processes" if can_sync else ""
     return (
-        f"{len(norms)} batch norms take statistics of {samples} samples, not of the {run.sizes.global_batch_size} of a "
-        f"step. Another number of processes or micro-batches changes the training{remedy}"
+        f"{format_count(len(norms), 'batch norm')} with statistics of {format_count(samples, 'sample')}, not of the "
+        f"{run.sizes.global_batch_size} of a step. Another number of processes or micro-batches changes the "
+        f"training{remedy}"
     )
 
 
@@ -306,7 +307,7 @@ def announce(run: RunContext, folder: RunFolder) -> None:
     if (norms := describe_batch_norm(run)) is not None:
         observer.note(f"{'batch norm'.ljust(width)}  {norms}")
     run.statistics.on_change = partial(note_changing_state, run)
-    for note in _of_data(plan.data, plan.recipe) or [f"{plan.order.num_samples:,} samples to train on"]:
+    for note in _of_data(plan.data, plan.recipe) or [f"{format_count(plan.order.num_samples, 'sample')} to train on"]:
         observer.note(f"{'data'.ljust(width)}  {note}")
     free, weights = shutil.disk_usage(folder.path).free, 4 * num_parameters
     needed = 2 * weights + state_bytes(run.strategy.inner.model, plan.recipe.optimizer)
@@ -342,8 +343,10 @@ def announce(run: RunContext, folder: RunFolder) -> None:
     facts: JsonRecord = {**launch_facts(), "total_steps": plan.max_steps, "choices": redact(choices)}
     if point.path is None:
         what = f"starting a new run: {'; '.join(map(str, point.changes))};" if point.changes else "starting:"
-        message = f"{what} {plan.max_steps} steps of {run.sizes.global_batch_size} samples"
-        message += f" ({plan.steps.num_epochs:.3g} epochs), {how}"
+        message = (
+            f"{what} {format_count(plan.max_steps, 'step')} of {format_count(run.sizes.global_batch_size, 'sample')}"
+        )
+        message += f" ({plan.steps.num_epochs:.3g} epoch{'s' * (plan.steps.num_epochs != 1)}), {how}"
         observer.on_event("start", 0, message, **facts)
     else:
         message = f"resuming from {point.path.name}, at step {step} of {plan.max_steps}, {how}"
@@ -409,7 +412,11 @@ class CompileWatch(Observer):
             self._is_first = False
             seconds = (result.ended or perf_counter()) - self._begin
             num_files = max(0, count_files(self._folder) - self._num_files)
-            found = f"cold: {num_files} new files of compiled code" if num_files else "warm: compiled code was cached"
+            found = (
+                f"cold: {format_count(num_files, 'new file')} of compiled code"
+                if num_files
+                else "warm: compiled code was cached"
+            )
             message = f"the first step took {seconds:.1f} s ({found}); {format_count(num_new, 'graph')}"
             facts: JsonRecord = {
                 "first_step_seconds": round(seconds, 3),

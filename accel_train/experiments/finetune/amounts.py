@@ -129,7 +129,7 @@ def training_of(
         "optimizer.learning_rate": rate,
         "optimizer.weight_decay": Choice(weight_decay),
         "schedule.type": Choice("warmup_cosine"),
-        "schedule.num_epochs": Choice(epochs, f"about {epochs * per_epoch:,} steps of {batch}"),
+        "schedule.num_epochs": Choice(epochs, f"about {format_count(epochs * per_epoch, 'step')} of {batch}"),
         "schedule.warmup_ratio": Choice(0.1),
         "evaluate.every_epochs": Choice(max(1, epochs // 8)),
         "evaluate.metric_for_best_model": metric or metric_for(found),

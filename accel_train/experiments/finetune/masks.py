@@ -143,7 +143,9 @@ def _labelme(file: Path, content: Any, below: Mapping[str, Any], labels: dict[An
     for shape, (name, points) in zip(content["shapes"], shapes):
         kind = shape.get("shape_type") or "polygon"
         if kind != "polygon" or len(points) < 3:
-            raise ValueError(f"{file}: {name!r} is a {kind} of {len(points)} points (labelme). {_NO_BOXES}")
+            raise ValueError(
+                f"{file}: {name!r} is a {kind} of {format_count(len(points), 'point')} (labelme). {_NO_BOXES}"
+            )
         labels[name] = name
     image = _image(file, content.get("imagePath") or f"{file.stem}.jpg", below)
     yield Drawing(str(file), image, (content.get("imageWidth"), content.get("imageHeight")), shapes)

@@ -198,8 +198,8 @@ def _side_by_side(asked: Asked, tree: Tree) -> Converted | None:
     for file, texts in pairs.items():
         if len(lines[file]) != len(lines[texts]):
             raise ValueError(
-                f"{file} has {len(lines[file]):,} lines, and {texts} has {len(lines[texts]):,}. Lines with the same "
-                "number belong together; repair the files"
+                f"{file} has {format_count(len(lines[file]), 'line')}, and {texts} has {len(lines[texts]):,}. Lines "
+                "with the same number belong together; repair the files"
             )
     if others and (
         are_tags or asked.task == "token-classification" or any(size[1] > _WORDS_OF_A_LABEL for size in sizes)
