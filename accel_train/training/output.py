@@ -239,17 +239,16 @@ def whole_numel(parameters: Iterable[nn.Parameter]) -> int:
 def describe_batch_norm(run: RunContext) -> str | None:
     """Return how the statistics of trained batch norms depend on how a step is cut; None where it is not cut."""
     processes, parts = run.accelerator.num_processes, run.sizes.gradient_accumulation_steps
-    norms = trained_batch_norms(run.strategy.inner)
+    norms, num_in_step = trained_batch_norms(run.strategy.inner), run.sizes.global_batch_size
     is_synced = any(isinstance(each, SyncedBatchNorm) for each in norms)
     if not norms or (parts == 1 and (processes == 1 or is_synced)):
         return None
-    samples = run.sizes.per_device_batch_size * (processes if is_synced else 1)
+    samples = format_count(run.sizes.per_device_batch_size * (processes if is_synced else 1), "sample")
     can_sync = processes > 1 and not is_synced and run.plan.recipe.parallel.strategy == "ddp"
     remedy = ". Set parallel.sync_batch_norm true for statistics over all processes" if can_sync else ""
     return (
-        f"{format_count(len(norms), 'batch norm')} with statistics of {format_count(samples, 'sample')}, not of the "
-        f"{run.sizes.global_batch_size} of a step. Another number of processes or micro-batches changes the "
-        f"training{remedy}"
+        f"{format_count(len(norms), 'batch norm')} with statistics of {samples}, not of the {num_in_step} of a step. "
+        f"Another number of processes or micro-batches changes the training{remedy}"
     )
 
 
@@ -343,10 +342,9 @@ def announce(run: RunContext, folder: RunFolder) -> None:
     facts: JsonRecord = {**launch_facts(), "total_steps": plan.max_steps, "choices": redact(choices)}
     if point.path is None:
         what = f"starting a new run: {'; '.join(map(str, point.changes))};" if point.changes else "starting:"
-        message = (
-            f"{what} {format_count(plan.max_steps, 'step')} of {format_count(run.sizes.global_batch_size, 'sample')}"
-        )
-        message += f" ({plan.steps.num_epochs:.3g} epoch{'s' * (plan.steps.num_epochs != 1)}), {how}"
+        size, epochs = format_count(run.sizes.global_batch_size, "sample"), plan.steps.num_epochs
+        what += f" {format_count(plan.max_steps, 'step')} of {size} ({epochs:.3g} epoch{'s' * (epochs != 1)})"
+        message = f"{what}, {how}"
         observer.on_event("start", 0, message, **facts)
     else:
         message = f"resuming from {point.path.name}, at step {step} of {plan.max_steps}, {how}"
@@ -412,11 +410,8 @@ class CompileWatch(Observer):
             self._is_first = False
             seconds = (result.ended or perf_counter()) - self._begin
             num_files = max(0, count_files(self._folder) - self._num_files)
-            found = (
-                f"cold: {format_count(num_files, 'new file')} of compiled code"
-                if num_files
-                else "warm: compiled code was cached"
-            )
+            new = format_count(num_files, "new file")
+            found = f"cold: {new} of compiled code" if num_files else "warm: compiled code was cached"
             message = f"the first step took {seconds:.1f} s ({found}); {format_count(num_new, 'graph')}"
             facts: JsonRecord = {
                 "first_step_seconds": round(seconds, 3),
