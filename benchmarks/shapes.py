@@ -625,7 +625,7 @@ SHAPES = (
     _right(sms, "tsv without a header, raw quotes", _CLASSES, data__label_column="1", data__text_columns=["2"]),
     Shape("csv, two columns may be the label", tweets, refusal="--label airline_sentiment or --label airline"),
     _right(stars, "tsv of ratings, dates, variations", _CLASSES, data__label_column="rating"),
-    Shape("tsv with a broken row", broken_row, refusal=r"Restaurant_Reviews.tsv:42: the row has 1 fields"),
+    Shape("tsv with a broken row", broken_row, refusal=r"Restaurant_Reviews.tsv:42: the row has 1 field,"),
     Shape("numbers, categories, and names", titanic, refusal="--label Survived"),
     _right(counts_beside_class, "csv with an index and counts", _CLASSES, data__label_column="class"),
     _right(table_in_txt, "pairs with tabs in a .txt file", _CLASSES, data__text_columns=["sentence_A", "sentence_B"]),

@@ -226,7 +226,7 @@ CHOICE = {"text": "a", "endings": ["b", "c"], "label": 1}
 QUESTION = {"id": 1, "question": "?", "context": "The house is red"}
 ROWS: list[tuple[str, Any, str]] = [
     *yaml.safe_load("""
-    - [token-classification, [{tokens: [a, b], tags: [O]}], "a.jsonl:1|'tags'|1 tags|2 words|'tokens'"]
+    - [token-classification, [{tokens: [a, b], tags: [O]}], "a.jsonl:1|'tags'|1 tag |2 words|'tokens'"]
     - [token-classification, [{tokens: 3, tags: [O]}], "a.jsonl:1|'tokens'|holds 3"]
     - [token-classification, [{tokens: [a], ner_tags: [O]}], "a.jsonl:1|'tags'|'ner_tags'"]
     - [token-classification, [{tokens: [a, 3], tags: [O, O]}], "a.jsonl:1|'tokens'|holds 3"]
