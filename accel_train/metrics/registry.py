@@ -172,7 +172,7 @@ def load_metric(name: str, *, allow_hub: bool = False, **options: Any) -> "Evalu
     hint = did_you_mean(name, METRICS, f"there are {', '.join(sorted(METRICS))}.", show=repr)
     if not allow_hub:
         raise ValueError(
-            f"metric {name!r} is none of accel_train's; {hint} "
+            f"accel_train has no metric {name!r}; {hint} "
             "Metrics of the hub are loaded with --evaluate.allow_hub_metrics true. This runs code from the hub"
         )
     from evaluate import loading
@@ -182,7 +182,7 @@ def load_metric(name: str, *, allow_hub: bool = False, **options: Any) -> "Evalu
     except (OSError, ImportError) as error:  # unknown module, no network, or a missing package
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise ValueError(
-            f"metric {name!r} is none of accel_train's and cannot be loaded from the hub: {reason[0]}; "
+            f"accel_train has no metric {name!r}, and it cannot be loaded from the hub: {reason[0]}; "
             f"{hint.removesuffix('.')}"
         ) from error
     return hub_module

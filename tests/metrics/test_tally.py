@@ -24,7 +24,7 @@ READS_BY_THE_HOST = ("_local_scalar_dense", "nonzero", "bincount", "masked_selec
 
 
 class HostRead(Exception):
-    pass
+    """Raised where a device would have to be waited for."""
 
 
 class NoHostRead(TorchDispatchMode):

@@ -18,7 +18,8 @@ import pytest
 TESTS = Path(__file__).parents[1]
 WRITE = "ACCEL_TRAIN_WRITE_WORDING"
 TMP_PATH = re.compile(
-    rf"{re.escape(tempfile.gettempdir())}/pytest-of-[^/\s]+/pytest-\d+/(?:popen-gw\d+/)?[^/\s:'\"]+(?:/inner/[^/\s:'\"]+)?"
+    rf"{re.escape(tempfile.gettempdir())}/pytest-of-[^/\s]+/pytest-\d+/(?:popen-gw\d+/)?"
+    r"[^/\s:'\"]+(?:/inner/[^/\s:'\"]+)?"
 )
 
 
