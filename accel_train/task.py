@@ -218,6 +218,8 @@ class Task(ABC):
     """Names that `score` reports for this data, in addition to the loss. None: a few samples are evaluated before the
     first step if `evaluate.metric_for_best_model` is not the loss.
     """
+    spare_bytes: int = 0
+    """Bytes of the device that a step leaves free by its estimate. A loss in chunks may use them."""
     global_loss: "GlobalLoss[Any] | None" = None
     """Loss over the global batch. None for a loss that is a sum over samples."""
     counted: "Counted | None" = None

@@ -16,6 +16,11 @@ LINK_EFFICIENCY = 0.8
 MEMORY_EFFICIENCY = 0.8
 """Share of the nominal memory rate that optimizer kernels reach. Assumed, not measured."""
 PEAK_DTYPES = ("bf16", "fp16", "tf32", "fp32")
+ASSUMED_MFU = {True: 0.4, False: 0.3}
+"""Assumed fraction of a GPU's peak, with and without torch.compile, for GPT-like models of 100M or more parameters.
+
+Measured on one H100: GPT-2 of 124M 0.39 compiled and 0.31 not, of 350M 0.43 compiled. Small models reach less.
+"""
 
 
 @dataclass(frozen=True)

@@ -95,6 +95,9 @@ class RunPlan:
     """A run before its model is built, including everything that must stay the same on a resume."""
 
     recipe: Recipe
+    """Recipe whose `precision.compile` is not `auto`."""
+    given: Recipe
+    """Recipe as it was given."""
     task: Task
     data: TaskData
     order: DataOrder

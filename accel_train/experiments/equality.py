@@ -120,7 +120,7 @@ def compare_layouts(layout: Layout, plain: Layout, one: Processes, several: Proc
             return failed(failure, layout.processes, alone=True)
         output = folder / f"layout-{seed}"
         failure = _train(layout, several, seed, output)
-        if failure is not None and layout.recipe.precision.compile:
+        if failure is not None and layout.recipe.precision.compiles:
             # It cannot run some graphs that the compiler can.
             layout = layout._replace(recipe=_changed(layout.recipe, precision={"compile_backend": "inductor"}))
             failure = _train(layout, several, seed, output)

@@ -19,12 +19,19 @@ from typing import Any
 import torch
 from filelock import FileLock
 from torch import nn
+from torch._dynamo import lookup_backend
 
+from accel_train.core.errors import first_line
 from accel_train.core.format import format_count
 from accel_train.core.state import Choice, Choices
 from accel_train.data.cache import user_cache
 from accel_train.recipe.schema import MemoryBudget, Precision
-from accel_train.runtime.private import header_folder, set_activation_memory_budget, set_constant_floats
+from accel_train.runtime.private import (
+    compile_backward_at_once,
+    header_folder,
+    set_activation_memory_budget,
+    set_constant_floats,
+)
 
 CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 """Environment variable that torch and Triton read each time they compile or load code."""
@@ -36,25 +43,43 @@ class GraphCount:
     """Number of graphs that torch.compile has made in this process for the modules compiled with this counter."""
 
     num_graphs = 0
+    failure = ""
+    """Why the compiler failed, if it did."""
 
     def keep_all(self, guards: Sequence[Any]) -> list[bool]:
         """Count one graph and keep all of its guards. torch calls this once per graph (`guard_filter_fn`)."""
         self.num_graphs += 1
         return [True] * len(guards)
 
+    def or_eager(self, graph: Any, inputs: Any) -> Any:
+        """Compile a graph with torch's default backend, or return it as it is if the compiler fails."""
+        try:
+            return lookup_backend("inductor")(graph, inputs)
+        # Compilers fail in many ways: no C compiler, no ptxas, an operator without a lowering, a full disk.
+        except Exception as error:
+            self.failure = self.failure or first_line(error)
+            return graph.forward
+
 
 def compile_module(
-    module: nn.Module, precision: Precision, graphs: GraphCount | None = None, *, lengths_vary: bool = False
+    module: nn.Module,
+    precision: Precision,
+    graphs: GraphCount | None = None,
+    *,
+    lengths_vary: bool = False,
+    auto: Choice[Any] | None = None,
 ) -> Choices:
     """Compile a module in place, before it is wrapped; return the choices. Parameter names do not change.
+
+    `auto` is what `precision.compile: auto` came to. The blocks then run as they are if the compiler fails.
 
     With `lengths_vary`, the first graph accepts any shape. Without it, torch compiles one graph for the first shape and
     another for any shape at the second one. If two dimensions of the first batch are equal, torch treats them as one,
     at the cost of a second graph.
     """
     requested, checkpointing = precision.compile, precision.gradient_checkpointing
-    if requested is False:
-        return {"precision.compile": Choice("no", "as set")}
+    if not precision.compiles:
+        return {"precision.compile": Choice("no", "as set" if auto is None else auto.reason)}
     set_activation_memory_budget(checkpointing.memory_budget if isinstance(checkpointing, MemoryBudget) else 1.0)
     # With `dynamic=True`, torch also treats floats as unknown. It finds at the end that it needs their values, and then
     # traces everything again.
@@ -70,12 +95,17 @@ def compile_module(
     else:
         choice = Choice("blocks", f"{len(blocks)} x {type(blocks[0]).__name__} share one compiled block")
         compiled = blocks
+    if auto is not None:
+        choice = Choice(choice.value, f"{choice.reason}; {auto.reason}")
     # torch accepts a mode or options, not both.
     mode = precision.compile_mode
     by: dict[str, Any] = {"options": {"guard_filter_fn": count.keep_all}} if mode == "default" else {"mode": mode}
     # Without a backend, torch uses its default. A program may have changed it.
     if precision.compile_backend != "inductor":
         by["backend"] = precision.compile_backend
+    elif auto is not None and mode == "default":
+        compile_backward_at_once()
+        by["backend"] = count.or_eager
     for each in compiled:
         each.compile(
             dynamic=True if lengths_vary else None,

@@ -60,7 +60,7 @@ BF16 = _set_to("model.frozen_dtype", "bf16")
 NF4 = _set_to("model.frozen_dtype", "nf4")
 FP8 = _set_to("precision.mixed_precision", "fp8")
 AT_START = _set_to("evaluate.at_start", True)
-COMPILE = Part("precision.compile", lambda recipe: recipe.precision.compile is not False)
+COMPILE = Part("precision.compile", lambda recipe: recipe.precision.compiles)
 LORA = Part("model.lora", lambda recipe: recipe.model.lora is not None)
 
 

@@ -10,6 +10,7 @@ from torch import nn
 from accel_train.checkpoint.store import checkpoint_folders
 from accel_train.core.state import Choice, Choices
 from accel_train.data.batch_sizes import BatchSizes, divisors, is_open, resolve_batch
+from accel_train.engine.compilation import Machine, choose_compile, spare_bytes, with_compile
 from accel_train.engine.resolve import change_model, check_recipe, resolve_run
 from accel_train.model.fake_step import Holding, vocabulary_rows
 from accel_train.model.kernels.frozen import choose_frozen_dtype, keep_frozen
@@ -159,6 +160,11 @@ def resolve_plan(
     else:
         short, data = recipe, read_data(task, recipe, progress=progress)
     steps, _, rate = resolve_run(short, data, sizes)
+    given, machine = recipe, Machine(place.device, place.device_bytes, place.precision.value, is_here=gpu is None)
+    if recipe.precision.compile == "auto":
+        auto = choose_compile(recipe, task, data, sizes, steps.max_steps, machine)
+        proved, recipe = {**proved, "precision.compile": auto}, with_compile(recipe, auto.value)
+    task.spare_bytes = spare_bytes(recipe, task, data, sizes, machine)
     model = _look_at_model(recipe, task, data, sizes, place)
     num_targets, flops = round(steps.num_epochs * model.num_targets_per_epoch), model.flops_per_target
     scale = estimate_scale(
@@ -168,7 +174,7 @@ def resolve_plan(
         checkpoint_bytes=model.checkpoint_bytes,
     )  # fmt: skip
     return Plan(
-        recipe=recipe,
+        recipe=given,
         world_size=processes,
         device=place.device,
         device_bytes=place.device_bytes,

@@ -8,7 +8,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from accel_train.core.hardware import GB, MEMORY_EFFICIENCY, Gpu, Interconnect, choose_interconnect, find_gpu
+from accel_train.core.hardware import (
+    ASSUMED_MFU,
+    GB,
+    MEMORY_EFFICIENCY,
+    Gpu,
+    Interconnect,
+    choose_interconnect,
+    find_gpu,
+)
 from accel_train.core.state import Choice
 from accel_train.model.memory_estimate import num_moments
 from accel_train.model.weights import ModelWeights
@@ -18,11 +26,6 @@ from accel_train.plan.saving import SaveInterval, save_interval, saving_cost
 from accel_train.plan.traffic import Collective, Traffic, traffic_of
 from accel_train.recipe.schema import Recipe
 
-ASSUMED_MFU = {True: 0.4, False: 0.3}
-"""Assumed fraction of a GPU's peak, with and without torch.compile, for GPT-like models of 100M or more parameters.
-
-Measured on one H100: GPT-2 of 124M 0.39 compiled and 0.31 not, of 350M 0.43 compiled. Small models reach less.
-"""
 RECOMPUTED_FORWARDS = {"nothing": 0.0, "blocks": 1.0, "selective": 0.1, "budget": 1.0}
 """Number of forward passes that the backward pass repeats, by `precision.recomputed`.
 
@@ -132,7 +135,7 @@ def choose_mfu(recipe: Recipe, asked: float | None) -> Choice[float]:
         if not 0 < asked <= 1:
             raise ValueError(f"--mfu={asked:g}: must be above 0 and at most 1, for example 0.4")
         return Choice(asked, "from --mfu")
-    assumed = ASSUMED_MFU[recipe.precision.compile is not False]
+    assumed = ASSUMED_MFU[recipe.precision.compiles]
     if again := RECOMPUTED_FORWARDS[recipe.precision.recomputed]:
         most = "at most " if recipe.precision.recomputed == "budget" else ""
         share = again / (3 + again)

@@ -43,6 +43,7 @@ from accel_train.recipe.values import (
     Section,
     Seed,
 )
+from accel_train.recipe.yaml_core import show
 
 
 class LoRA(Section):
@@ -188,9 +189,10 @@ class Precision(Section):
     """TensorFloat-32 for the fp32 matrix products of CUDA. auto: with bf16 or fp16 only, so that fp32 stays fp32."""
     cudnn_benchmark: Auto | bool = "auto"
     """Whether cuDNN times its algorithms and keeps the fastest. auto: unless deterministic."""
-    compile: Literal["blocks", "model"] | bool = False
+    compile: Auto | Literal["blocks", "model"] | bool = "auto"
     """Part of the model to compile with torch.compile. true: the repeated blocks if the model has some (compiles in
-    seconds), otherwise the whole model.
+    seconds), otherwise the whole model. auto: on a GPU, for language models that are checked with it, if the steps of
+    the run save more than twice the time of compiling; if the compiler fails, the run goes on without it.
     """
     compile_mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = "default"
     """Mode of torch.compile. It sets the time that the compiler spends on faster kernels, and whether it records CUDA
@@ -231,13 +233,20 @@ class Precision(Section):
         backend, budget = self.compile_backend, isinstance(self.gradient_checkpointing, MemoryBudget)
         found = {} if backend == "inductor" else {"compile_mode": f"precision.compile_backend is {backend}"}
         return found | (
-            {"gradient_checkpointing": "precision.compile is false"} if budget and self.compile is False else {}
+            {"gradient_checkpointing": f"precision.compile is {show(self.compile)}"}
+            if budget and not self.compiles
+            else {}
         )
 
     @property
     def has_cuda_graphs(self) -> bool:
         """Return whether compiled code is recorded as CUDA graphs. A replay overwrites the results of the last one."""
-        return self.compile is not False and self.compile_mode in ("reduce-overhead", "max-autotune")
+        return self.compiles and self.compile_mode in ("reduce-overhead", "max-autotune")
+
+    @property
+    def compiles(self) -> bool:
+        """Return whether torch.compile is on. `auto` counts as off until a run has chosen (`choose_compile`)."""
+        return self.compile not in (False, "auto")
 
     @property
     def recomputed(self) -> Literal["nothing", "blocks", "selective", "budget"]:

@@ -130,7 +130,7 @@ def _request(run: RunContext, result: StepResult, num_micro_batches: int) -> Dia
         loss_scale=result.loss_scale,
         samples=_samples(run, result.step - 1, num_micro_batches),
         is_spike=result.finite,
-        compiled=recipe.precision.compile is not False,
+        compiled=recipe.precision.compiles,
         seconds=recipe.guard.incident_seconds,
     )
 

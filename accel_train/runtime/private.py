@@ -107,6 +107,16 @@ def set_activation_memory_budget(share: float) -> None:
     settings.activation_memory_budget = share
 
 
+def compile_backward_at_once() -> None:
+    """Let later graphs compile their backward with their forward; `torch._functorch.config`, torch 2.13.
+
+    A failure of the compiler is then seen while the graph is made, when eager code can still replace it.
+    """
+    import torch._functorch.config as settings
+
+    settings.force_non_lazy_backward_lowering = True
+
+
 def set_constant_floats(is_on: bool) -> None:
     """Make later graphs treat a module's floats (eps, dropout) as constants; `torch._dynamo.config`, torch 2.13."""
     import torch._dynamo.config as settings

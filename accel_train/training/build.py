@@ -263,7 +263,13 @@ def check_base(plan: RunPlan, inner: TrainingModule, digests: dict[str, str]) ->
 def wrap_model(plan: RunPlan, strategy: Strategy, inner: TrainingModule, graphs: GraphCount) -> RunPlan:
     """Compile and wrap the training module, and make its optimizer and its averaged weights."""
     recipe, extensions, accelerator = plan.recipe, plan.extensions, strategy.accelerator
-    choices: Choices = compile_module(inner, recipe.precision, graphs, lengths_vary=plan.data.lengths_vary)
+    choices: Choices = compile_module(
+        inner,
+        recipe.precision,
+        graphs,
+        lengths_vary=plan.data.lengths_vary,
+        auto=plan.choices.get("precision.compile"),
+    )
     if recipe.parallel.sync_batch_norm and accelerator.num_processes > 1:
         reason = f"the statistics of {format_count(sync_batch_norms(inner.model), 'batch norm')} are over all processes"
         choices["parallel.sync_batch_norm"] = Choice(True, reason)

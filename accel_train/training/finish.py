@@ -251,7 +251,7 @@ def summarise(run: RunContext, model: nn.Module) -> JsonRecord:
     return {
         "status": "stopped early" if state.stopped_early else "finished",
         "steps": state.step,
-        "recipe_digest": digest_of_recipe(plan.recipe),
+        "recipe_digest": digest_of_recipe(plan.given),
         "num_targets": state.num_targets_seen,
         "skipped_steps": state.num_skipped_steps,
         "eval": run.evaluation.scores,

@@ -294,7 +294,7 @@ def announce(run: RunContext, folder: RunFolder) -> None:
     plan, point, step, observer = run.plan, run.plan.resume_point, run.state.step, run.observer
     setting_changes, has_finished = run.changes, step >= plan.max_steps
     if not (has_finished and setting_changes):  # it would say what no step was trained with
-        folder.write_text(RECIPE_FILE, format_recipe(plan.recipe, plan.choices))
+        folder.write_text(RECIPE_FILE, format_recipe(plan.given, plan.choices))
     shown = plan.choices if plan.extensions.verbose else notable_choices(run)
     width = max(map(len, [*shown, "model"]))
     for name, choice in shown.items():
@@ -413,11 +413,10 @@ class CompileWatch(Observer):
             new = format_count(num_files, "new file")
             found = f"cold: {new} of compiled code" if num_files else "warm: compiled code was cached"
             message = f"the first step took {seconds:.1f} s ({found}); {format_count(num_new, 'graph')}"
-            facts: JsonRecord = {
-                "first_step_seconds": round(seconds, 3),
-                "warm": not num_files,
-                "num_graphs": num_new,
-            }
+            facts: JsonRecord = {"first_step_seconds": round(seconds, 3), "warm": not num_files, "num_graphs": num_new}
+            if failure := self._graphs.failure:
+                facts["failure"] = failure
+                message += f"; the compiler failed, and the model runs as it is: {failure}"
             self._observer.on_event("compiled", result.step, message, **facts)
         elif num_new:
             message = f"{format_count(num_new, 'graph')} compiled again, because the inputs have a new shape or type"

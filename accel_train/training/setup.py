@@ -19,6 +19,7 @@ from accel_train.core.redaction import remember_secrets
 from accel_train.core.state import Choice, Choices, JsonRecord
 from accel_train.data.batch_sizes import BatchSizes, resolve_batch
 from accel_train.data.digest import digest_of_code
+from accel_train.engine.compilation import Machine, choose_compile, spare_bytes, with_compile
 from accel_train.engine.loader import choose_reading
 from accel_train.engine.resolve import check_recipe, resolve_run
 from accel_train.engine.run import Extensions, RunContext, RunPlan
@@ -143,7 +144,7 @@ def finished_before(plan: RunPlan) -> JsonRecord | None:
     except (OSError, ValueError):
         return None
     # The recipe in the folder may be of a later start, which was killed before its own end.
-    ended_as = state.step, digest_of_recipe(plan.recipe)
+    ended_as = state.step, digest_of_recipe(plan.given)
     is_same = isinstance(summary, dict) and (summary.get("steps"), summary.get("recipe_digest")) == ended_as
     return summary if is_same and (folder / "model").is_dir() else None
 
@@ -259,9 +260,15 @@ def plan_run(
         choices["checkpoint.load_best_model_at_end"] = Choice(
             True, "early stopping is on: its last weights are never the best"
         )
-    identity = run_identity(recipe, data, sizes, steps)
+    identity, given = run_identity(recipe, data, sizes, steps), recipe
+    machine = Machine.here(accelerator.device, choices["precision.mixed_precision"].value)
+    if recipe.precision.compile == "auto":
+        auto = on_main(lambda: choose_compile(given, task, data, sizes, steps.max_steps, machine))
+        choices["precision.compile"], recipe = auto, with_compile(recipe, auto.value)
+    compiled = recipe
+    task.spare_bytes = on_main(lambda: spare_bytes(compiled, task, data, sizes, machine))
     plan = RunPlan(
-        recipe, task, data, order, steps, rate, sizes, reading, identity, choices, extensions, ResumePoint(None)
+        recipe, given, task, data, order, steps, rate, sizes, reading, identity, choices, extensions, ResumePoint(None)
     )
     if plan.evaluates_untrained and recipe.evaluate.at_start == "auto":
         plan = plan.with_choices({"evaluate.at_start": Choice(True, "the untrained model is a baseline of this task")})

@@ -157,7 +157,7 @@ def describe_document_attention(recipe: Recipe, config: PreTrainedConfig) -> Cho
     attention = SEQUENCE_SDPA if recipe.parallel.sp_size > 1 else config._attn_implementation
     # fp16 gives the same choice as bf16.
     dtype = torch.float32 if section.mixed_precision == "no" else torch.bfloat16
-    length, compiled = recipe.data.window or 0, section.compile is not False
+    length, compiled = recipe.data.window or 0, section.compiles
     return choose_document_attention(attention, config, device, dtype, length, compiled=compiled)
 
 

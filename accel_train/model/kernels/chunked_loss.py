@@ -11,6 +11,7 @@ They exchange three numbers per position: the largest logit, the sum of exponent
 
 import math
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -18,12 +19,14 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo.exc import TorchDynamoException
 from torch.autograd.function import once_differentiable
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import Shard
 from torch.nn.functional import cross_entropy
 
-from accel_train.core.errors import DataError
+from accel_train.core.errors import DataError, first_line
+from accel_train.core.format import format_bytes
 from accel_train.core.state import Choice
 from accel_train.data.labels import IGNORED_LABEL
 from accel_train.model.kernels.held_rows import HeldRows, held_rows, num_parts, split_of
@@ -33,6 +36,8 @@ LOGITS_AT_ONCE = 2**26
 """Largest number of logits in a chunk: 256 MiB in fp32. On a GPU twice as many, so that the gradient of the head's
 weights, which each chunk reads and writes as a whole, is added up less often.
 """
+BYTES_PER_LOGIT = 10
+"""Bytes that a chunk takes for each of its logits: the logit, its log-probability, and its gradient in 16 bits."""
 PRODUCT_AT_ONCE = 2**24
 """Largest number of elements of the head's gradient that one addition updates on a CPU: 64 MiB in fp32."""
 GRADIENT_SCALE = {torch.float16: 2.0**12}
@@ -61,8 +66,10 @@ def summed_loss(logits: Tensor, labels: Tensor, label_smoothing: float = 0.0, z_
     return loss + z_loss * squares.masked_fill(labels == IGNORED_LABEL, 0).sum()
 
 
-def choose_chunking(requested: bool | str, model: nn.Module, tp_size: int) -> Choice[bool]:
+def choose_chunking(requested: bool | str, model: nn.Module, tp_size: int, spare_bytes: int = 0) -> Choice[bool]:
     """Return whether the loss is computed in chunks: as requested, or if the model is known to allow it.
+
+    `spare_bytes` is as in `rows_at_once`.
 
     Raises:
         ValueError: the recipe asks for chunks, and the model does not allow them.
@@ -76,12 +83,15 @@ def choose_chunking(requested: bool | str, model: nn.Module, tp_size: int) -> Ch
         return Choice(False, f"whole logits: {problem}")
     # Here the model may still be on the CPU, or have no values.
     on_gpu = torch.cuda.is_available() and not uses_cpu(os.environ)
-    rows = rows_at_once(model.get_output_embeddings(), tp_size, on_gpu=on_gpu)  # type: ignore[operator]
+    rows = rows_at_once(model.get_output_embeddings(), tp_size, spare_bytes, on_gpu=on_gpu)  # type: ignore[operator]
+    spare = f", in {format_bytes(spare_bytes)} that a step leaves free" if spare_bytes else ""
     if tp_size > 1:
         split = f"the logits of {rows:,} positions at a time; each process computes its share of the vocabulary"
         return Choice(True, f"as set; {split}" if requested is True else split)
     if requested is True:
-        return Choice(True, f"as set; logits of at most {rows:,} positions at a time")
+        return Choice(True, f"as set; logits of at most {rows:,} positions at a time{spare}")
+    if spare:
+        return Choice(True, f"the logits of up to {rows:,} positions at a time{spare}")
     return Choice(True, f"the logits of {rows:,} positions at a time; a micro-batch with no more has its logits whole")
 
 
@@ -125,9 +135,13 @@ def head_for_chunks(requested: bool | str, model: nn.Module, num_positions: int)
     return None if requested == "auto" and is_small else head
 
 
-def rows_at_once(head: nn.Linear, tp_size: int = 1, *, on_gpu: bool = False) -> int:
-    """Return the number of positions in a chunk. Above 64 it is a multiple of 64, to suit matrix products."""
-    most = LOGITS_AT_ONCE * (2 if on_gpu or is_on_gpu(head) else 1)
+def rows_at_once(head: nn.Linear, tp_size: int = 1, spare_bytes: int = 0, *, on_gpu: bool = False) -> int:
+    """Return the number of positions in a chunk. Above 64 it is a multiple of 64, to suit matrix products.
+
+    Each chunk reads and writes the gradient of the head's weights, so a chunk grows with `spare_bytes` of memory that a
+    step leaves free.
+    """
+    most = LOGITS_AT_ONCE * (2 if on_gpu or is_on_gpu(head) else 1) + spare_bytes // BYTES_PER_LOGIT
     rows = max(most // -(-head.out_features // max(tp_size, num_parts(head))), 1)
     return rows - rows % 64 if rows > 64 else rows
 
@@ -342,14 +356,22 @@ def _differentiate(
 
 @cache
 def fused_differentiate() -> Callable[..., tuple[Tensor, Tensor]]:
-    """Return `_differentiate` compiled for any number of positions: 2 passes over the logits, and not 5."""
-    compiled = torch.compile(_differentiate)
+    """Return `_differentiate` compiled for any number of positions: 2 passes over the logits, and not 5.
+
+    If the compiler fails, `_differentiate` takes its place.
+    """
+    compute = torch.compile(_differentiate)
 
     def differentiate(logits: Tensor, labels: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+        nonlocal compute
         for each in (logits, labels):
             torch._dynamo.maybe_mark_dynamic(each, 0)
-        found: tuple[Tensor, Tensor] = compiled(logits, labels, *others)
-        return found
+        try:
+            return compute(logits, labels, *others)
+        except TorchDynamoException as error:
+            warnings.warn(f"the loss is not compiled, because the compiler failed: {first_line(error)}", stacklevel=2)
+            compute = _differentiate
+            return compute(logits, labels, *others)
 
     return differentiate
 

@@ -240,7 +240,7 @@ class _Probe:
         self.recipe, self.forward, self.stock, self.trained = recipe, forward, stock, trained
         # Whether the checks after `packed documents` also use packed documents.
         self.is_masked = False
-        self.compiled = recipe.precision.compile is not False
+        self.compiled = recipe.precision.compiles
         positions = getattr(stock.config.get_text_config(), "max_position_embeddings", None) or LONGEST
         length = self.length = min(CausalLMData.of(recipe.data).sequence_length, LONGEST, positions)
         vocabulary = stock.get_input_embeddings().num_embeddings

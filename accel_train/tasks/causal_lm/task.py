@@ -38,6 +38,7 @@ from accel_train.model.kernels.chunked_loss import (
     chunked_loss,
     has_plain_head,
     head_for_chunks,
+    rows_at_once,
     summed_loss,
 )
 from accel_train.model.kernels.experts import RouterLoss, choose_router_loss
@@ -93,8 +94,6 @@ class CausalLM(Task):
 
     def load_data(self, recipe: Recipe, *, progress: bool) -> TaskData:
         """Read windows of the recipe's text, tokenized once and reused, or load rows of `data.format`."""
-        self.chunked, self.label_smoothing = recipe.loss.chunked, recipe.loss.label_smoothing
-        self.z_loss = recipe.loss.z_loss
         tokenizer_notes = []
         if recipe.tokenizer == "auto" and recipe.model.pretrained is not None:
             tokenizer_notes = [f"tokenizer: from {recipe.model.pretrained}, as in its training"]
@@ -139,7 +138,9 @@ class CausalLM(Task):
             ValueError: the model cannot be loaded, or is too small for the vocabulary or the sequence length.
         """
         corpus: Corpus[Any] = data.source
-        self.compiled = recipe.precision.compile is not False
+        self.chunked, self.label_smoothing = recipe.loss.chunked, recipe.loss.label_smoothing
+        self.z_loss = recipe.loss.z_loss
+        self.compiled = recipe.precision.compiles
         self.fuses_loss = self.compiled and recipe.precision.compile_backend == "inductor"
         config = model_config(recipe, corpus.vocab_size, corpus.separator_id)
         attention = attention_arguments(recipe, config)
@@ -170,7 +171,7 @@ class CausalLM(Task):
                 f"loss.logit_softcap={softcap:g}",
                 ("loss.logit_softcap",),
             )
-        chunking = choose_chunking(recipe.loss.chunked, model, recipe.parallel.tp_size)
+        chunking = choose_chunking(recipe.loss.chunked, model, recipe.parallel.tp_size, self.spare_bytes)
         choices: dict[str, Choice[Any]] = {"loss.chunked": chunking}
         if isinstance(model, PreTrainedModel) and shares_windows(recipe, model.config):
             choices["document mask"] = describe_document_attention(recipe, model.config)
@@ -209,7 +210,8 @@ class CausalLM(Task):
         if head is None:
             return summed_loss(next_token_logits(model, batch, self.compiled), labels, smoothing, z_loss)
         hidden = hidden_states(model, batch, self.compiled)
-        return chunked_loss(head, hidden, labels, smoothing, z_loss=z_loss, compiled=self.fuses_loss)
+        rows = rows_at_once(head, spare_bytes=self.spare_bytes)
+        return chunked_loss(head, hidden, labels, smoothing, rows, z_loss=z_loss, compiled=self.fuses_loss)
 
     def head_for_chunks(self, model: nn.Module, num_positions: int) -> nn.Linear | None:
         """Return the output layer if the loss of `num_positions` is computed in chunks, or None to use whole logits."""
