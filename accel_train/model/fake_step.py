@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._pytree import tree_map_only
 
-from accel_train.model.kernels import chunked_loss
+from accel_train.model.kernels import attention, chunked_loss, documents
 from accel_train.model.tensors import FINITE, replaced, tensors_in
 from accel_train.model.training_module import checked_loss
 from accel_train.model.weights import FP32_BYTES, fp32_weights, group_weights, parameter_groups
@@ -320,9 +320,9 @@ class _Mark(torch.autograd.Function):
 def _like_a_run(like_cuda: bool, split_size: int) -> dict[tuple[Any, str], Callable[..., Any]]:
     """Return replacements of functions, by owner and name, that make operators allocate as in a run.
 
-    On a GPU, autocast computes `IN_FP32` in fp32, attention keeps no scores for dropout, and a chunked loss does not
-    copy 16-bit factors to fp32. Fake CPU tensors need replaced functions, because torch's modes do not reach the
-    recomputation of a checkpointed block.
+    On a GPU, autocast computes `IN_FP32` in fp32, attention keeps no scores for dropout, documents are kept apart by
+    another kernel, and a chunked loss does not copy 16-bit factors to fp32. Fake CPU tensors need replaced functions,
+    because torch's modes do not reach the recomputation of a checkpointed block.
     """
     # The parts of a split output layer are plain tensors here.
     found: dict[tuple[Any, str], Callable[..., Any]] = {**FINITE, (chunked_loss, "num_parts"): lambda head: split_size}
@@ -330,10 +330,10 @@ def _like_a_run(like_cuda: bool, split_size: int) -> dict[tuple[Any, str], Calla
         found[functional, "grouped_mm"] = _grouped(functional.grouped_mm)
     if not like_cuda:
         return found
-    attention = functional.scaled_dot_product_attention
+    attention_of_cpu = functional.scaled_dot_product_attention
 
     def attend(*args: Any, **kwargs: Any) -> Tensor:
-        return attention(*args, **{**kwargs, "dropout_p": 0.0})
+        return attention_of_cpu(*args, **{**kwargs, "dropout_p": 0.0})
 
     def multiply(a: Tensor, b: Tensor) -> Tensor:
         return torch.empty(a.shape[0], b.shape[1], dtype=torch.promote_types(a.dtype, torch.float32))
@@ -342,6 +342,7 @@ def _like_a_run(like_cuda: bool, split_size: int) -> dict[tuple[Any, str], Calla
         """The product is added in place."""
 
     found |= {(chunked_loss, "product"): multiply, (chunked_loss, "add_product"): add_product}
+    found |= {(owner, "device_of"): lambda tensor: "cuda" for owner in (attention, documents)}
     found |= {(chunked_loss, "is_on_gpu"): lambda head: True, (functional, "scaled_dot_product_attention"): attend}
     return found | {(owner, name): _widened(getattr(owner, name)) for owner, names in IN_FP32.items() for name in names}
 

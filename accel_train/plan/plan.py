@@ -13,6 +13,7 @@ from accel_train.data.batch_sizes import BatchSizes, divisors, is_open, resolve_
 from accel_train.engine.compilation import Machine, choose_compile, spare_bytes, with_compile
 from accel_train.engine.resolve import change_model, check_recipe, resolve_run
 from accel_train.model.fake_step import Holding, vocabulary_rows
+from accel_train.model.kernels import attention
 from accel_train.model.kernels.frozen import choose_frozen_dtype, keep_frozen
 from accel_train.model.kernels.nf4 import NF4_BYTES
 from accel_train.model.memory_estimate import (
@@ -22,6 +23,7 @@ from accel_train.model.memory_estimate import (
     largest_samples,
     state_bytes,
 )
+from accel_train.model.tensors import replaced
 from accel_train.model.weights import ModelWeights, group_weights
 from accel_train.optim.custom import BY_HOST, try_custom
 from accel_train.optim.schedule import Rate, StepPlan
@@ -229,7 +231,8 @@ class _Model:
 
 
 def _look_at_model(recipe: Recipe, task: Task, data: TaskData, sizes: BatchSizes, place: Place) -> _Model:
-    model, choices, frozen = change_model(recipe, task, build_without_weights(recipe, task, data))
+    with replaced({(attention, "device_of_run"): lambda: place.device_type}):
+        model, choices, frozen = change_model(recipe, task, build_without_weights(recipe, task, data))
     kept = choose_frozen_dtype(recipe, place.precision.value, place.device_type)
     choices |= keep_frozen(model, frozen, kept, place.precision.value)
     base = frozen if recipe.model.pretrained is not None else ()

@@ -7,7 +7,7 @@ name is gone.
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
+Function = TypeVar("Function", bound=Callable[..., Any])
 MOST_IN_ONE_SUM, ROW = 2**16, 4096
 """Elements up to which torch's norm on a CPU is exact to about 1e-6, and elements per row of a larger tensor."""
 
@@ -122,6 +123,15 @@ def set_constant_floats(is_on: bool) -> None:
     import torch._dynamo.config as settings
 
     settings.specialize_float = is_on  # type: ignore[assignment, unused-ignore]
+
+
+def constant_in_graphs(function: Function) -> Function:
+    """Mark a function that torch.compile calls while it traces, and takes its result for a constant; torch 2.13.
+
+    `torch.compiler.assume_constant_result` also sets `_dynamo_marked_constant`, but imports the whole compiler.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
 
 
 def header_folder(folder: Path | None = None) -> Path:

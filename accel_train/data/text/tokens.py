@@ -29,6 +29,8 @@ _HEADERS: dict[int, tuple[int, np.dtype[Any]]] = {20240520: (1, np.dtype("<u2"))
 _CHUNK_TOKENS = 1 << 22
 # Fills a short last window. Never a token id.
 PADDING = -1
+LEAST_COMPILED = 16
+"""Smallest number of documents that compiled code expects in a row. Rows with fewer have empty ones."""
 
 
 @dataclass(frozen=True)
@@ -199,7 +201,11 @@ class WindowDataset(Dataset[NDArray[np.int64]]):
 
 
 def collate_windows(
-    rows: NDArray[np.int64] | Sequence[NDArray[np.int64]], *, separator_id: int, mask_documents: bool
+    rows: NDArray[np.int64] | Sequence[NDArray[np.int64]],
+    *,
+    separator_id: int,
+    mask_documents: bool,
+    compiled: bool = False,
 ) -> JsonRecord:
     """Return a language model batch from rows of T + 1 tokens.
 
@@ -208,7 +214,7 @@ def collate_windows(
 
     - `position_ids` (B, T), restarting at each separator
     - `document_ids` (B, T), the number of separators so far
-    - `document_lengths`, see there
+    - `document_lengths`, see there (also for `compiled`)
     """
     tokens = rows if isinstance(rows, np.ndarray) else np.stack(rows)
     inputs, labels = tokens[:, :-1].copy(), tokens[:, 1:].copy()
@@ -227,20 +233,26 @@ def collate_windows(
         starts = np.maximum.accumulate(np.where(is_start, steps, 0), axis=1)
         batch["position_ids"] = torch.from_numpy(steps - starts)
         batch["document_ids"] = torch.from_numpy(np.cumsum(is_start, axis=1, dtype=np.int64))
-        batch["document_lengths"] = document_lengths(is_start)
+        batch["document_lengths"] = document_lengths(is_start, compiled=compiled)
     return batch
 
 
-def document_lengths(is_start: NDArray[np.bool_]) -> torch.Tensor:
+def document_lengths(is_start: NDArray[np.bool_], *, compiled: bool = False) -> torch.Tensor:
     """Return the lengths of each row's documents, (B, D) int64. Rows with fewer than D documents are padded with 0.
 
     `is_start` (B, T) is True at the start of a document. The start of a row always counts. Each row sums to T.
+
+    With `compiled`, D is a power of two, so that compiled code sees few shapes, and usually one. Powers of two waste at
+    most half of the bounds. The kernel pays for each of them, so a fixed D for any row, which is T, would be slow.
     """
     num_rows, length = is_start.shape
     is_start = is_start.copy()
     is_start[:, 0] = True
     counts = is_start.sum(axis=1)
-    lengths = np.zeros((num_rows, counts.max()), np.int64)
-    is_document = np.arange(counts.max()) < counts[:, None]
+    most = int(counts.max())
+    if compiled:
+        most = max(LEAST_COMPILED, 1 << (most - 1).bit_length())
+    lengths = np.zeros((num_rows, most), np.int64)
+    is_document = np.arange(most) < counts[:, None]
     lengths[is_document] = np.diff(np.flatnonzero(is_start), append=num_rows * length)
     return torch.from_numpy(lengths)

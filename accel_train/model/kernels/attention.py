@@ -24,6 +24,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from accel_train.core.state import Choice
 from accel_train.model.kernels.documents import (
     attend_within_documents,
+    device_of,
     document_starts,
     is_document_starts,
     same_document_mask,
@@ -136,8 +137,9 @@ def choose_document_attention(
     text = config.get_text_config()
     if attention not in (CAUSAL_SDPA, SEQUENCE_SDPA):
         return Choice(DENSE, f"model.attn_implementation is {attention}")
-    if compiled:
-        return Choice(DENSE, "each batch has other lengths, and precision.compile would compile for each of them")
+    if compiled and device == "cpu":
+        why = "a CPU needs one call for each document, and precision.compile would compile for each number and length"
+        return Choice(DENSE, why)
     if device == "cpu" and length < SHORTEST and attention == CAUSAL_SDPA:
         return Choice(DENSE, f"windows of {length} tokens; from {SHORTEST} on each document alone is quicker on a CPU")
     names = ("attention_dropout", "attn_pdrop")
@@ -147,18 +149,24 @@ def choose_document_attention(
     if obstacle is not None:
         return Choice(DENSE, obstacle)
     how = "one call of SDPA for each" if device == "cpu" else "one call of varlen_attn for all"
+    if compiled:
+        how += ", in one graph for any lengths"
     return Choice(PER_DOCUMENT, f"{device.upper()}: {how}; the flash kernel, and memory linear in the length")
 
 
 def describe_document_attention(recipe: Recipe, config: PreTrainedConfig) -> Choice[str]:
     """Return how a run of this recipe keeps documents apart on this machine. `config` belongs to the built model."""
-    section, has_gpu = recipe.precision, torch.cuda.is_available() and not uses_cpu(os.environ)
-    device = "cuda" if has_gpu else "cpu"
+    section, device = recipe.precision, device_of_run()
     attention = SEQUENCE_SDPA if recipe.parallel.sp_size > 1 else config._attn_implementation
     # fp16 gives the same choice as bf16.
     dtype = torch.float32 if section.mixed_precision == "no" else torch.bfloat16
     length, compiled = recipe.data.window or 0, section.compiles
     return choose_document_attention(attention, config, device, dtype, length, compiled=compiled)
+
+
+def device_of_run() -> str:
+    """Return the kind of device that a run on this machine uses. A plan puts the planned one in its place."""
+    return "cuda" if torch.cuda.is_available() and not uses_cpu(os.environ) else "cpu"
 
 
 def document_mask(model: torch.nn.Module, batch: Mapping[str, torch.Tensor], *, compiled: bool) -> torch.Tensor:
@@ -169,12 +177,13 @@ def document_mask(model: torch.nn.Module, batch: Mapping[str, torch.Tensor], *, 
     """
     lengths, config = batch.get("document_lengths"), getattr(model, "config", None)
     if lengths is not None and isinstance(config, PreTrainedConfig):
-        attention, device = config._attn_implementation, lengths.device.type
+        attention, device = config._attn_implementation, device_of(lengths)
         # A slice of sequences has no mask, because its attention spans the whole sequences.
         if attention == SEQUENCE_SDPA or "document_ids" not in batch:
             return document_starts(lengths)
         dtype = next(model.parameters()).dtype
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else dtype
+        kind = lengths.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else dtype
         length = batch["input_ids"].shape[1]
         choice = choose_document_attention(attention, config, device, dtype, length, compiled=compiled)
         if choice.value == PER_DOCUMENT:

@@ -6,13 +6,14 @@ uses one call of torch's `varlen_attn` for all documents.
 """
 
 import inspect
-from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+
+from accel_train.runtime.private import constant_in_graphs
 
 LARGEST_HEAD = 256
 """Largest head size of CUDA's flash kernel. Head sizes must also be multiples of 8."""
@@ -54,7 +55,7 @@ def attend_within_documents(
         starts: see `document_starts`.
         scaling: factor of the scores; None: 1 / sqrt(size).
     """
-    device, shape = query.device.type, query.transpose(1, 2).shape
+    device, shape = device_of(query), query.transpose(1, 2).shape
     if device != "cpu" and why_no_kernel(device, _dtype_of(query), shape[3], dropout) is not None:
         return _under_a_mask(query, key, value, starts, dropout, scaling)
     rows = [each.transpose(1, 2).flatten(0, 1) for each in (query, key, value)]  # (B x T, heads, size)
@@ -62,13 +63,19 @@ def attend_within_documents(
     return attend(rows, starts.flatten(), shape[1], dropout, scaling).view(shape)
 
 
+def device_of(tensor: Tensor) -> str:
+    """Return the kind of device that attends to documents. A plan puts the kind of the planned device in its place."""
+    return tensor.device.type
+
+
+@constant_in_graphs
 def why_no_kernel(device: str, dtype: torch.dtype, head_size: int, dropout: float) -> str | None:
     """Return why documents on this kind of device need a dense mask; None if they do not."""
     if device == "cpu":
         return None
     if device != "cuda":
         return f"no kernel for documents exists on {device}"
-    if _varlen_attention() is None:
+    if not _has_varlen_attention():
         return "this GPU, or this version of torch, has no flash attention over documents (varlen_attn of torch 2.13)"
     if dtype not in (torch.bfloat16, torch.float16):
         return "the flash kernel of CUDA is for 16 bits (precision.mixed_precision)"
@@ -101,11 +108,14 @@ def _one_by_one(rows: list[Tensor], starts: Tensor, length: int, dropout: float,
 
 def _in_one_call(rows: list[Tensor], starts: Tensor, length: int, dropout: float, scaling: float | None) -> Tensor:
     """Attend to all documents with one call of torch's kernel, (B x T, heads, size). The host reads nothing."""
-    attend, dtype = _varlen_attention(), _dtype_of(rows[0])
-    assert attend is not None, "why_no_kernel says so"
+    from torch.nn.attention import varlen
+
+    attend: Any = varlen.varlen_attn
+    dtype = _dtype_of(rows[0])
     # Autocast does not cover this operator.
     query, key, value = (each.to(dtype) for each in rows)
-    # A document is at most as long as a row. A tighter bound would have to be read from the device.
+    # A document is at most as long as a row. A tighter bound would have to be read from the device, and torch.compile
+    # would compile for each.
     bounds = (starts, starts, length, length)
     is_grouped = query.shape[1] != key.shape[1]
     output: Tensor = attend(query, key, value, *bounds, scale=scaling, window_size=(-1, 0), enable_gqa=is_grouped)
@@ -137,20 +147,20 @@ def _dtype_of(tensor: Tensor) -> torch.dtype:
 
 
 @cache
-def _varlen_attention() -> Callable[..., Any] | None:
-    """Return torch's attention over sequences of different lengths; None if this GPU or this torch lacks it.
+def _has_varlen_attention() -> bool:
+    """Return whether this GPU and this torch have attention over sequences of different lengths.
 
     Since torch 2.13, `window_size=(-1, 0)` makes it causal. Earlier versions use another argument.
     """
-    is_nvidia = torch.cuda.is_available() and torch.version.hip is None
-    if not (is_nvidia and torch.backends.cuda.is_flash_attention_available()):
-        return None
-    # On older GPUs the kernel refuses its inputs.
-    if torch.cuda.get_device_capability() < (8, 0):
-        return None
+    # Without a GPU here, a plan asks for the one that the run will use.
+    if torch.cuda.is_available():
+        if torch.version.hip is not None or not torch.backends.cuda.is_flash_attention_available():
+            return False
+        # On older GPUs the kernel refuses its inputs.
+        if torch.cuda.get_device_capability() < (8, 0):
+            return False
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
-        return None
-    has = inspect.signature(varlen_attn).parameters
-    return varlen_attn if {"window_size", "enable_gqa", "scale"} <= has.keys() else None
+        return False
+    return {"window_size", "enable_gqa", "scale"} <= inspect.signature(varlen_attn).parameters.keys()

@@ -127,11 +127,13 @@ class PackedRows(Dataset[NDArray[np.int64]]):
         return window
 
 
-def collate_packed(samples: Sequence[NDArray[np.int64]], *, pad_to_multiple_of: int | None = None) -> Collated:
+def collate_packed(
+    samples: Sequence[NDArray[np.int64]], *, pad_to_multiple_of: int | None = None, compiled: bool = False
+) -> Collated:
     """Return a language model batch from windows of `PackedRows`, with the names of `collate_windows`.
 
     `input_ids`, `labels` (-100: no target), `position_ids` and `document_ids` are (B, T) int64. `document_lengths` is
-    (B, D) int64 and includes the padding as a document. `num_targets` is an int.
+    (B, D) int64 and includes the padding as a document; `compiled` is for `document_lengths`. `num_targets` is an int.
 
     Set `pad_to_multiple_of` for windows of one row each. The batch is then cut to the longest row, rounded up. It has
     no positions or documents, because causal attention never sees padding on the right.
@@ -140,7 +142,7 @@ def collate_packed(samples: Sequence[NDArray[np.int64]], *, pad_to_multiple_of: 
     num_targets = int((windows[LABELS] != IGNORED_LABEL).sum())
     if pad_to_multiple_of is None:
         names = {"input_ids": INPUTS, "labels": LABELS, "position_ids": POSITIONS, "document_ids": DOCUMENTS}
-        lengths = document_lengths((windows[POSITIONS] == 0).numpy())
+        lengths = document_lengths((windows[POSITIONS] == 0).numpy(), compiled=compiled)
         batch = {name: windows[row] for name, row in names.items()}
         return {**batch, "document_lengths": lengths, "num_targets": num_targets}
     longest = int((windows[DOCUMENTS] >= 0).sum(dim=1).max())
@@ -175,7 +177,7 @@ def rows_as_samples(recipe: Recipe, corpus: "RowCorpus", config: PreTrainedConfi
     return TaskData(
         train=train,
         eval=held_out,
-        collate=partial(collate_packed, pad_to_multiple_of=multiple),
+        collate=partial(collate_packed, pad_to_multiple_of=multiple, compiled=recipe.precision.compile is not False),
         fingerprint=corpus.fingerprint,
         facts=facts,
         reading_is_free=True,

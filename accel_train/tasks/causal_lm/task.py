@@ -100,10 +100,13 @@ class CausalLM(Task):
         section = CausalLMData.of(recipe.data)
         if section.format == "text":
             text, masked = prepare_text(recipe, progress=progress), section.mask_documents
+            compiled = recipe.precision.compile is not False
             data = TaskData(
                 train=text.train,
                 eval=text.eval,
-                collate=partial(collate_windows, separator_id=text.separator_id, mask_documents=masked),
+                collate=partial(
+                    collate_windows, separator_id=text.separator_id, mask_documents=masked, compiled=compiled
+                ),
                 fingerprint=text.fingerprint,
                 facts=text.facts,
                 reading_is_free=True,

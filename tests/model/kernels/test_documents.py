@@ -231,20 +231,26 @@ def test_a_plan_counts_no_mask_where_none_is_made() -> None:
         ({}, PER_DOCUMENT),
         ({"attention": "sdpa"}, DENSE),
         ({"compiled": True}, DENSE),
+        ({"compiled": True, "device": "cuda", "dtype": torch.bfloat16, "length": 16}, PER_DOCUMENT),
+        ({"compiled": True, "device": "cuda"}, DENSE),
+        ({"device": "cuda", "dtype": torch.bfloat16}, PER_DOCUMENT),
         ({"length": SHORTEST - 1}, DENSE),
         ({"length": SHORTEST - 1, "attention": SEQUENCE_SDPA}, PER_DOCUMENT),
         ({"device": "mps"}, DENSE),
     ],
-    ids=["cpu", "another attention", "compiled", "short", "short slices", "mps"],
-)
-def test_choice_says_what_is_done_and_why(changes: Settings, value: str) -> None:
+    ids=[
+        "cpu", "another attention", "compiled", "compiled for cuda", "compiled in 32 bits", "cuda", "short",
+        "short slices", "mps",
+    ],
+)  # fmt: skip
+def test_choice_says_what_is_done_and_why(monkeypatch: pytest.MonkeyPatch, changes: Settings, value: str) -> None:
+    monkeypatch.setattr(documents, "_has_varlen_attention", lambda: True)
     usual = {"attention": CAUSAL_SDPA, "device": "cpu", "length": LENGTH, "compiled": False, "dtype": torch.float32}
     choice = choose_document_attention(config=small_config("llama"), **(usual | changes))
     assert choice.value == value
     assert_golden(choice.reason)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU has the kernel that these cases lack")
 @pytest.mark.parametrize(
     "facts",
     [
@@ -259,8 +265,9 @@ def test_choice_says_what_is_done_and_why(changes: Settings, value: str) -> None
 def test_what_the_kernel_of_cuda_cannot_do_is_a_reason_for_a_dense_mask(
     monkeypatch: pytest.MonkeyPatch, facts: Any
 ) -> None:
+    monkeypatch.setattr(documents, "_has_varlen_attention", lambda: False)
     without = documents.why_no_kernel("cuda", *facts)
-    monkeypatch.setattr(documents, "_varlen_attention", lambda: scaled_dot_product_attention)
+    monkeypatch.setattr(documents, "_has_varlen_attention", lambda: True)
     assert_golden(f"{without}\n{documents.why_no_kernel('cuda', *facts)}")
 
 
@@ -290,7 +297,7 @@ def attend_like_varlen(
 def test_one_call_for_all_documents_gets_what_torch_documents_for_it(
     monkeypatch: pytest.MonkeyPatch, key_heads: int
 ) -> None:
-    monkeypatch.setattr(documents, "_varlen_attention", lambda: attend_like_varlen)
+    monkeypatch.setattr(pytest.importorskip("torch.nn.attention.varlen"), "varlen_attn", attend_like_varlen)
     torch.manual_seed(0)
     tensors = [torch.randn(3, LENGTH, heads, 16).transpose(1, 2) for heads in (4, key_heads, key_heads)]
     starts = document_starts(LENGTHS)  # documents without a token among them
@@ -312,7 +319,7 @@ def test_torchs_kernel_for_documents_has_the_arguments_that_it_is_called_with() 
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-def test_compiled_blocks_get_a_dense_mask_and_are_compiled_once_for_all_lengths() -> None:
+def test_blocks_compiled_for_a_cpu_get_a_dense_mask_and_are_compiled_once_for_all_lengths() -> None:
     batches = [windows(), {name: value.roll(1, 0) for name, value in windows().items()}]
     batches[1]["document_lengths"] = torch.full((3, 2), LENGTH // 2)
     batches[1]["document_ids"] = ids_of(batches[1]["document_lengths"])
