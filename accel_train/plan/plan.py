@@ -163,11 +163,12 @@ def resolve_plan(
         short, data = recipe, read_data(task, recipe, progress=progress)
     steps, _, rate = resolve_run(short, data, sizes)
     given, machine = recipe, Machine(place.device, place.device_bytes, place.precision.value, is_here=gpu is None)
-    if recipe.precision.compile == "auto":
-        auto = choose_compile(recipe, task, data, sizes, steps.max_steps, machine)
-        proved, recipe = {**proved, "precision.compile": auto}, with_compile(recipe, auto.value)
-    task.spare_bytes = spare_bytes(recipe, task, data, sizes, machine)
-    model = _look_at_model(recipe, task, data, sizes, place)
+    with replaced({(attention, "device_of_run"): lambda: place.device_type}):
+        if recipe.precision.compile == "auto":
+            auto = choose_compile(recipe, task, data, sizes, steps.max_steps, machine)
+            proved, recipe = {**proved, "precision.compile": auto}, with_compile(recipe, auto.value)
+        task.spare_bytes = spare_bytes(recipe, task, data, sizes, machine)
+        model = _look_at_model(recipe, task, data, sizes, place)
     num_targets, flops = round(steps.num_epochs * model.num_targets_per_epoch), model.flops_per_target
     scale = estimate_scale(
         recipe, place, model.held, model.others,
@@ -231,8 +232,7 @@ class _Model:
 
 
 def _look_at_model(recipe: Recipe, task: Task, data: TaskData, sizes: BatchSizes, place: Place) -> _Model:
-    with replaced({(attention, "device_of_run"): lambda: place.device_type}):
-        model, choices, frozen = change_model(recipe, task, build_without_weights(recipe, task, data))
+    model, choices, frozen = change_model(recipe, task, build_without_weights(recipe, task, data))
     kept = choose_frozen_dtype(recipe, place.precision.value, place.device_type)
     choices |= keep_frozen(model, frozen, kept, place.precision.value)
     base = frozen if recipe.model.pretrained is not None else ()

@@ -100,6 +100,7 @@ class CausalLM(Task):
         section = CausalLMData.of(recipe.data)
         if section.format == "text":
             text, masked = prepare_text(recipe, progress=progress), section.mask_documents
+            # With `auto`, the model may be compiled later.
             compiled = recipe.precision.compile is not False
             data = TaskData(
                 train=text.train,
