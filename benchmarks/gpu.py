@@ -84,6 +84,7 @@ def planned_rows() -> Iterator[dict[str, Any]]:
     yield from (row("llama-1.4B", setting) for setting in ("bf16", "float8"))
     yield from (row("llama-8B", setting, compiled=False) for setting in ("LoRA", "LoRA, 4-bit base"))
     yield from (row("llama-long", setting, compiled=False) for setting in ("document masks", "dense document masks"))
+    yield row("llama-long", "document masks")
     yield row("llama-1.4B", "checkpoints", compiled=False)
     yield {"row": "tests"}
     yield from (row("124M", variant=variant, compiled=False) for variant in TRAINERS)

@@ -243,6 +243,27 @@ def test_attention_within_documents_is_that_under_a_dense_mask_and_waits_for_not
         assert (found - right).norm() < max(1.2 * (masked - right).norm(), 1e-2 * right.norm())
 
 
+def test_compiled_attention_within_documents_is_the_plain_one_in_one_graph() -> None:
+    if (obstacle := why_no_kernel("cuda", torch.bfloat16, 64, 0.0)) is not None:
+        pytest.skip(obstacle)
+    from torch._dynamo.testing import CompileCounterWithBackend as compile_counter
+
+    torch.manual_seed(0)
+    wide = [torch.randn(2, 256, heads, 64, device="cuda", dtype=torch.bfloat16) for heads in (4, 2, 2)]
+    weight, counter = torch.randn(2, 256, 4, 64, device="cuda", dtype=torch.bfloat16), compile_counter("inductor")
+    compiled = torch.compile(attend_within_documents, backend=counter, fullgraph=True)
+    for lengths in ([[5, 1, 250], [256, 0, 0]], [[256, 0, 0], [1, 1, 254]], [[80, 90, 86], [3, 253, 0]]):
+        starts, results = document_starts(torch.tensor(lengths).cuda()), []
+        for attend in (attend_within_documents, compiled):
+            leaves = [each.transpose(1, 2).detach().requires_grad_() for each in wide]
+            output = attend(*leaves, starts, 0.0, None)
+            output.backward(weight)
+            results.append([output.detach().float(), *(leaf.grad.float() for leaf in leaves if leaf.grad is not None)])
+        for plain, found in zip(*results, strict=True):
+            assert (found - plain).norm() <= 1e-3 * plain.norm()
+    assert counter.frame_count == 1
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_padding_outside_every_window_leaves_gradients_finite(dtype: torch.dtype) -> None:
     """Queries deep in the padding have no key to attend to, which kernels of GPUs make NaN in the backward."""

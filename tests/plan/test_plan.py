@@ -18,6 +18,7 @@ from accel_train.core.errors import SettingError
 from accel_train.data.samples import fetch
 from accel_train.engine.resolve import change_model
 from accel_train.model.fake_step import simulate_step
+from accel_train.model.kernels.attention import DENSE, PER_DOCUMENT
 from accel_train.model.memory_estimate import build_without_weights, estimate_memory, largest_samples
 from accel_train.plan import place
 from accel_train.plan.format import format_plan
@@ -277,6 +278,24 @@ def test_attention_on_a_gpu_keeps_no_scores_and_a_process_has_a_context() -> Non
     assert on_cpu["logits"] == 0  # the worst moment is in the attention, before there are any
     assert "CUDA context" in on_gpu
     assert "CUDA context" not in on_cpu
+
+
+@pytest.mark.parametrize("compiled", ["false", "true", "model"])
+def test_a_plan_for_a_gpu_shows_the_kernel_for_documents_and_counts_no_mask(without_cuda: None, compiled: str) -> None:
+    length = 1024
+    flags = (
+        "--precision.compile", compiled, "--precision.mixed_precision", "bf16", "--data.mask_documents", "true",
+        "--data.sequence_length", str(length), "--model.config.attn_pdrop", "0.0",
+    )  # fmt: skip
+    ours, dense = plan(*flags, gpu="H100"), plan(*flags, "--model.attn_implementation", "sdpa", gpu="H100")
+    dropped, on_cpu = plan(*flags, "--model.config.attn_pdrop", "0.1", gpu="H100"), plan(*flags)
+    mask_bytes = 2 * length**2  # a bool for each pair of positions in both rows
+    assert parts_of(dense)["activations"] - parts_of(ours)["activations"] > mask_bytes
+    assert parts_of(dropped)["activations"] - parts_of(ours)["activations"] > mask_bytes
+    assert [each.model_choices["document mask"].value for each in (ours, dense, dropped, on_cpu)] == [
+        PER_DOCUMENT, DENSE, DENSE, PER_DOCUMENT if compiled == "false" else DENSE,
+    ]  # fmt: skip
+    assert ours.model_choices["document mask"].reason.startswith("CUDA: one call of varlen_attn for all")
 
 
 def test_a_plan_of_billions_of_parameters_needs_no_memory_for_them() -> None:
