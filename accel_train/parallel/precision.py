@@ -3,13 +3,15 @@
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
+from inspect import signature
 from typing import Any
 
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
 from accelerate.utils import AORecipeKwargs, GradientAccumulationPlugin, TorchDynamoPlugin
+from torch.nn.parallel import DistributedDataParallel
 
 from accel_train.core.errors import setting_error
 from accel_train.core.state import Choice, Choices
@@ -159,6 +161,14 @@ def set_backends(section: Precision, mixed_precision: str, device: torch.device)
     return choices
 
 
+@dataclass
+class DdpArguments(DistributedDataParallelKwargs):
+    """Arguments of DDP, with one of torch 2.12 that Accelerate 1.15 does not have."""
+
+    batched_grad_copy: bool = False
+    """Whether gradients are copied into a bucket by one operator, and not by one for each weight. Default: False."""
+
+
 def start_accelerator(
     mixed_precision: str,
     section: Precision,
@@ -175,10 +185,7 @@ def start_accelerator(
     os.environ["ACCELERATE_USE_FSDP"] = os.environ["ACCELERATE_USE_PARALLELISM_CONFIG"] = "false"
     # If DeepSpeed is installed, saving a model imports it. On a CPU, it then warns that it had to detect the device.
     os.environ["DS_ACCELERATOR"] = launched_with().get("DS_ACCELERATOR", device.type)
-    handlers = [
-        DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False),
-        InitProcessGroupKwargs(timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_SECONDS)),
-    ]
+    handlers = [InitProcessGroupKwargs(timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_SECONDS))]
     if mixed_precision == "fp8":
         # `convert_to_float8` has already converted the model, so that it is the same under every strategy. `prepare`
         # must convert nothing.
@@ -194,6 +201,11 @@ def start_accelerator(
         dynamo_plugin=TorchDynamoPlugin(backend="no"),
         kwargs_handlers=handlers,
         **(plugins or {}),
+    )
+    accelerator.ddp_handler = DdpArguments(
+        gradient_as_bucket_view=True,
+        broadcast_buffers=False,
+        batched_grad_copy="batched_grad_copy" in signature(DistributedDataParallel).parameters,
     )
     if accelerator.num_processes > 1:
         limit_collectives(COLLECTIVE_TIMEOUT_SECONDS)  # the groups of a mesh begin with torch's default

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator, DistributedDataParallelKwargs
+from accelerate import Accelerator
 from torch import Tensor, nn
 
 from accel_train import Recipe
@@ -22,6 +22,7 @@ from accel_train.data.batch_sizes import resolve_batch
 from accel_train.engine.batch_search import Trials, open_batch_cache, search
 from accel_train.model.fake_step import PeakTracker
 from accel_train.model.training_module import TrainingModule
+from accel_train.parallel.precision import DdpArguments
 from accel_train.plan.plan import resolve_plan
 from accel_train.runtime.private import watch_operators
 from accel_train.task import TaskData
@@ -228,10 +229,10 @@ def test_a_trial_of_a_step_that_accumulates_holds_ddp_s_buckets_beside_the_gradi
 def test_ddp_adds_nothing_to_what_is_to_come_for_its_buckets_are_the_gradients(tmp_path: Path) -> None:
     layers = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(8)))
     weights = sum(4 * parameter.numel() for parameter in layers.parameters())
-    settings = DistributedDataParallelKwargs(gradient_as_bucket_view=True).to_kwargs()  # as `start_accelerator` has it
+    arguments = DdpArguments(gradient_as_bucket_view=True, batched_grad_copy=True)  # as `start_accelerator` has it
     dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
     try:
-        module = nn.parallel.DistributedDataParallel(layers, **settings)
+        module = nn.parallel.DistributedDataParallel(layers, **arguments.to_kwargs())
         for _ in range(2):
             module.zero_grad(set_to_none=True)
             module(torch.randn(1, 256)).sum().backward()

@@ -30,13 +30,13 @@ from accel_train.recipe.schema import Batch, Recipe
 from accel_train.task import load_task
 from accel_train.tasks.causal_lm.task import CausalLM
 from accel_train.tasks.sentence_embedding.task import SentenceEmbedding
-from tests.support.comparisons import Train, assert_loaded_to_the_bit
+from tests.support.comparisons import Train, assert_loaded_to_the_bit, assert_same_bits_of_runs
 from tests.support.hf_models import refused
 from tests.support.marks import slow
 from tests.support.plan_recipe import parts_of
 from tests.support.processes import run_forked
 from tests.support.runs import LLAMA as TINY_LLAMA
-from tests.support.runs import TINY_MODEL, Capture, Settings, recipe_dict, tiny_recipe, write_recipe_file
+from tests.support.runs import TINY_MODEL, Capture, Settings, recipe_dict, tiny_recipe, write_corpus, write_recipe_file
 
 SP, TP = {"sp_size": 2}, {"strategy": "fsdp2", "tp_size": 2}
 LLAMA = {**TINY_LLAMA, "vocab_size": 259}
@@ -73,6 +73,19 @@ def test_what_is_saved_under_one_layout_is_loaded_under_another_to_the_bit(train
     }
     saved, loaded = (LAYOUTS[name] for name in pair.split(">"))
     assert_loaded_to_the_bit(train, saved, loaded, 3, text)
+
+
+def test_ddp_that_copies_a_bucket_of_gradients_at_once_trains_to_the_same_bits(tmp_path: Path) -> None:
+    runs = []
+    for name, preload in (("at-once", []), ("each", ["tests.support.tasks.copies_each"])):
+        folder = tmp_path / name
+        folder.mkdir()
+        write_corpus(folder)
+        batch = {"global_batch_size": 8, "per_device_batch_size": 2}  # 2 micro-batches on each process
+        recipe = write_recipe_file(folder, batch=batch, schedule={"max_steps": 4})
+        run_forked(["run", str(recipe)], 2, folder=folder / "processes", preload=preload).expect(0)
+        runs.append(folder / "run")
+    assert_same_bits_of_runs(runs[0], runs[1], 4)
 
 
 def of(config: Settings, **changes: Any) -> Settings:
