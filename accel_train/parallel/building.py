@@ -1,4 +1,4 @@
-"""Build a model without values, to be filled from the checkpoint of a resume or from pretrained files."""
+"""Build a model without values, to be filled from a checkpoint or pretrained files, or with initial weights."""
 
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -18,18 +18,21 @@ from accel_train.checkpoint.contents import check_fit, model_shapes
 from accel_train.checkpoint.sharded import CheckpointReader, cuts_of
 from accel_train.core.work import beat
 from accel_train.model.tensors import FileTensor, Tensors, load_extra_state, local_part, plain_tensors, replace_values
+from accel_train.parallel.initial import Drawn
 
 READING_THREADS = 4
+Source = FileTensor | Drawn
+"""Values of a parameter that are not in memory yet."""
 
 
 class Unread(NamedTuple):
-    """A model with parameters on the meta device whose values are still in files."""
+    """A model with parameters on the meta device whose values are still in files, or not drawn yet."""
 
     model: nn.Module
-    sources: dict[str, FileTensor]
+    sources: dict[str, Source]
     """The values of the parameters on the meta device, by name."""
     is_shared: bool
-    """Whether all processes see the same files."""
+    """Whether all processes see the same files, if there are any."""
 
 
 class Builders(NamedTuple):
@@ -41,7 +44,7 @@ class Builders(NamedTuple):
     restored: Callable[[], nn.Module | None]
     """Builds it without values, for the checkpoint of a resume to fill; None if it does not hold all values."""
     unread: Callable[[], Unread | None]
-    """* Builds it without the values of pretrained weights; None on all processes if one of them cannot."""
+    """* Builds it without the values of pretrained or initial weights; None on all processes if one of them cannot."""
 
 
 def empty_until_restored(make: Callable[[], nn.Module], folder: Path) -> nn.Module | None:
@@ -70,9 +73,7 @@ def empty_until_restored(make: Callable[[], nn.Module], folder: Path) -> nn.Modu
     return None if needs_values or (was_drawn and computed) else model
 
 
-def allocate(
-    model: nn.Module, device: torch.device, sources: Mapping[str, FileTensor] = MappingProxyType({})
-) -> nn.Module:
+def allocate(model: nn.Module, device: torch.device, sources: Mapping[str, Source] = MappingProxyType({})) -> nn.Module:
     """Return the model on the device. Parameters on the meta device get their values from `sources`, or zeros.
 
     They stay tied.
@@ -95,7 +96,7 @@ def read_layer(unread: Unread, layer: nn.Module, *, has_values: bool) -> None:
             source.copy_to(parameter.detach())
 
 
-def fill(targets: Mapping[str, Tensor], sources: Mapping[str, FileTensor]) -> None:
+def fill(targets: Mapping[str, Tensor], sources: Mapping[str, Source]) -> None:
     """Read each source into the target of its name, a few at a time. A sharded target gets only its own part.
 
     Raises:
@@ -115,7 +116,7 @@ def fill(targets: Mapping[str, Tensor], sources: Mapping[str, FileTensor]) -> No
 
 
 @torch.no_grad()
-def fill_from_main(targets: Mapping[str, Tensor], sources: Mapping[str, FileTensor], device: torch.device) -> None:
+def fill_from_main(targets: Mapping[str, Tensor], sources: Mapping[str, Source], device: torch.device) -> None:
     """* Read each source on the main process, and broadcast it: one whole tensor at a time, in fp32.
 
     Raises:

@@ -68,7 +68,7 @@ class Fsdp2(Strategy):
     Weights of `_unread` are not among them.
     """
     _unread: Unread | None = None
-    """Model whose pretrained weights are still in files."""
+    """Model whose weights are still in files, or not drawn yet."""
 
     @classmethod
     def choose(cls, section: Parallel, world_size: int, device: torch.device) -> Choice[int]:
@@ -128,9 +128,10 @@ class Fsdp2(Strategy):
         return blocks if blocks and self.dims.num_sharing == 1 else super().independent_modules()
 
     def build(self, builders: Builders) -> nn.Module:
-        """* Build an empty model. The main process holds its weights; on a resume, the checkpoint has them.
+        """* Build an empty model. `wrap` gives each process its part of the weights; a checkpoint has them on a resume.
 
-        If the task cannot build without values, every process builds the whole model.
+        If the weights cannot be made in parts, the main process holds all of them. If the task cannot build without
+        values, every process builds the whole model.
         """
         restored = builders.restored()
         if concluded(restored is not None, all):

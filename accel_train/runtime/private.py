@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -70,19 +71,51 @@ def fake_tensors() -> Any:
     return Fake(allow_non_fake_inputs=True)
 
 
-def watch_operators(see: Callable[[Any, Any], None]) -> AbstractContextManager[Any]:
-    """Call `see(arguments, result)` after each operator inside the context, in forward and backward.
+def answer_operators(answer: Callable[[Any, Any, Any], Any]) -> AbstractContextManager[Any]:
+    """Let `answer(operator, arguments, named_arguments)` return the result of each operator inside the context.
 
     Uses `TorchDispatchMode`, torch 2.13.
     """
 
-    class Watch(TorchDispatchMode):
+    class Answer(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            result = func(*args, **(kwargs or {}))
-            see((args, kwargs or {}), result)
-            return result
+            return answer(func, args, kwargs or {})
 
-    return Watch()
+    return Answer()
+
+
+def watch_operators(see: Callable[[Any, Any], None]) -> AbstractContextManager[Any]:
+    """Call `see(arguments, result)` after each operator inside the context, in forward and backward."""
+
+    def answer(func: Any, args: Any, kwargs: Any) -> Any:
+        result = func(*args, **kwargs)
+        see((args, kwargs), result)
+        return result
+
+    return answer_operators(answer)
+
+
+def changes_first_argument(operator: Any) -> bool:
+    """Return whether an operator writes into its first argument; `OpOverload._schema`, torch 2.13."""
+    alias = operator._schema.arguments[0].alias_info
+    return alias is not None and alias.is_write
+
+
+def looks_like_cpu(is_chosen: Callable[[Tensor], bool]) -> AbstractContextManager[Any]:
+    """Let tensors for which `is_chosen` look like CPU tensors inside the context. Torch 2.13.
+
+    Models skip the initialization of weights on the meta device.
+    """
+    own: Any = Tensor
+    answers = {own.device.__get__: torch.device("cpu"), own.is_meta.__get__: False}
+
+    class Look(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func in answers and is_chosen(args[0]):
+                return answers[func]
+            return func(*args, **(kwargs or {}))
+
+    return Look()
 
 
 @contextmanager

@@ -41,8 +41,9 @@ from accel_train.model.tensors import FileTensor, StandIns, packed, split_state,
 from accel_train.model.training_module import TrainingModule
 from accel_train.optim.optimizers import build_optimizer, describe_optimizer, name_parameters
 from accel_train.optim.schedule import make_schedule
-from accel_train.parallel.building import Builders, Unread, empty_until_restored, read_layer
+from accel_train.parallel.building import Builders, Source, Unread, empty_until_restored, read_layer
 from accel_train.parallel.compatibility import check_compatibility
+from accel_train.parallel.initial import Drawn, Recording, draws_as_expected
 from accel_train.parallel.sequence_parallel import attend_over_slices
 from accel_train.parallel.strategy import Strategy
 from accel_train.recipe.optimizer import Groups
@@ -54,8 +55,8 @@ from accel_train.runtime.watchdog import Watchdog
 from accel_train.task import Task, TaskData
 from accel_train.training.output import device_peak
 
-LOADED = "pretrained weights"
-"""Choice of how the weights of `model.pretrained` are loaded."""
+LOADED, MADE = "pretrained weights", "initial weights"
+"""Choices of how the weights of `model.pretrained` are loaded, and the weights of a new model made."""
 
 
 def build_run(plan: RunPlan, strategy: Strategy, stop: StopRequest, watchdog: Watchdog) -> RunContext:
@@ -165,48 +166,62 @@ def build_model(plan: RunPlan, strategy: Strategy) -> tuple[TrainingModule, RunP
             return empty_until_restored(partial(build, has_values=False), resumed)
 
     def build_unread() -> Unread | None:
-        if not is_pretrained or not plan.extensions.materialize or (resumed and not left_out(resumed)):
+        is_wanted = plan.extensions.materialize and (is_pretrained or strategy.builds_empty)
+        if not is_wanted or (resumed and not left_out(resumed)):
             return None
-        generator, found, sources, problem = torch.get_rng_state(), None, dict[str, FileTensor](), ""
+        generator, found, problem = torch.get_rng_state(), None, ""
+        files, drawn, recording = dict[str, FileTensor](), dict[str, Drawn](), Recording()
         if not makes_new_models(task):
             problem = "the task builds its own model"
+        elif not is_pretrained and not draws_as_expected():
+            problem = "this torch draws random numbers in another order"
         else:
             try:
-                empty: Any = build_without_weights(recipe, task, data)
-                check_plain_weights(empty)
-                with StandIns.active() as stand_ins:
-                    found = change_model(recipe, task, task.build_model(recipe, data))
-                    sources = stand_ins.take_out(found.model, empty.all_tied_weights_keys)
+                if not is_pretrained:
+                    with recording.active():
+                        found = change_model(recipe, task, task.build_model(recipe, data))
+                    drawn = recording.take_out(found.model)
+                else:
+                    empty: Any = build_without_weights(recipe, task, data)
+                    check_plain_weights(empty)
+                    with StandIns.active() as stand_ins:
+                        found = change_model(recipe, task, task.build_model(recipe, data))
+                        files = stand_ins.take_out(found.model, empty.all_tied_weights_keys)
             # A full build reports the errors of the recipe.
             except Exception as error:
                 problem = first_line(error)
-        versions = sorted({each.version for each in sources.values()})
+        versions = sorted({each.version for each in files.values()})
+        sources: dict[str, Source] = {**files, **drawn}
         own = problem, versions, {name: each.shape for name, each in sources.items()}
         problem, same_files, same_weights = concluded(own, _compare_sources)
         if found is None or problem or not same_weights:
             torch.set_rng_state(generator)
-            who = "the main process loads" if strategy.builds_empty else "each process loads"
+            who = "the main process" if strategy.builds_empty else "each process"
+            does = f"{who} {'loads' if is_pretrained else 'makes'} all weights in fp32 first"
             problem = problem or "the processes see other files"
-            choices[LOADED] = Choice("whole", f"{who} all weights in fp32 first, because {problem}")
+            choices[LOADED if is_pretrained else MADE] = Choice("whole", f"{does}, because {problem}")
             return None
         choices.update(found.choices)
         frozen.update(found.frozen)
         unread = Unread(found.model, sources, same_files)
-        if accelerator.is_main_process or (resumed and not strategy.builds_empty):
-            base.update(digests_of_base(found.model, frozen, sources))
+        if is_pretrained and (accelerator.is_main_process or (resumed and not strategy.builds_empty)):
+            base.update(digests_of_base(found.model, frozen, files))
         # The main process sends packed layers to the others.
         has_values = not strategy.builds_empty or accelerator.is_main_process
         read = partial(read_layer, unread, has_values=has_values) if is_nf4 else None
         count, stays = len(sources), not strategy.builds_empty
         choices.update(keep_frozen(found.model, frozen, kept, precision, device, read, stays=stays))
-        choices[LOADED] = describe(unread, count, is_sharded=strategy.builds_empty)
+        if is_pretrained:
+            choices[LOADED] = describe(unread, count, is_sharded=strategy.builds_empty)
+        else:
+            choices[MADE] = Choice("in parts", f"each process makes only its part of {count} weights")
         return unread
 
     torch.manual_seed(recipe.seed)
     model = strategy.build(Builders(build, build_empty, build_restored, build_unread))
     if strategy.whole_because:
         reason = f"each process makes all of them, because {strategy.whole_because}"
-        choices["initial weights"] = Choice("whole", reason)
+        choices[MADE] = Choice("whole", reason)
     packed(split_state(model)[1])  # refuses extra state that no checkpoint can keep
     inner = TrainingModule(model, task, frozenset(frozen if is_pretrained else ()))
     if precision == "fp8":

@@ -115,6 +115,34 @@ def test_operators_of_forward_and_backward_are_seen():
         assert torch.Size([2, 3]) in shapes[forward:]
 
 
+def test_operators_are_answered_and_writes_into_their_first_argument_known():
+    seen = []
+
+    def answer(operator, arguments, named):
+        seen.append((str(operator), private.changes_first_argument(operator), named))
+        return operator(*arguments, **named)
+
+    with otherwise("TorchDispatchMode or OpOverload._schema is gone: make all initial weights on the main process"):
+        with private.answer_operators(answer):
+            weight = torch.empty(2, 3)
+            weight.select(0, 1).normal_(1.0)
+            torch.ones(2, 3, out=weight)
+            weight.add(weight)
+        found = [(name.split(".")[1], changes) for name, changes, _ in seen]
+        assert found[:3] == [("empty", False), ("select", False), ("normal_", True)]
+        assert found[-1] == ("add", False)
+        assert seen[0][2]["device"] == torch.device("cpu")
+
+
+def test_chosen_tensors_look_like_cpu_tensors():
+    chosen, other = torch.empty(2, device="meta"), torch.empty(3, device="meta")
+    with otherwise("Tensor.device.__get__ is gone: make all initial weights on the main process"):
+        with private.looks_like_cpu(lambda tensor: tensor is chosen):
+            assert (chosen.device, chosen.is_meta) == (torch.device("cpu"), False)
+            assert (other.device, other.is_meta) == (torch.device("meta"), True)
+        assert chosen.is_meta
+
+
 def test_ddp_begins_another_step_after_a_backward_that_did_not_end(alone):
     module = DistributedDataParallel(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
 
