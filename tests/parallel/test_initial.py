@@ -14,10 +14,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from accel_train.parallel import initial
 from accel_train.parallel.building import READING_THREADS
 from accel_train.parallel.initial import Drawn, Recording, draws_as_expected
+from accel_train.runtime.private import watch_operators
 from tests.parallel.conftest import train_in
 from tests.support.comparisons import assert_same_bits
 from tests.support.marks import slow
 from tests.support.runs import LLAMA, TINY_MODEL, Settings, summary_of
+from tests.support.tasks.initial import Live
 
 FSDP2: Settings = {"strategy": "fsdp2"}
 HSDP, TP = {**FSDP2, "dp_shard_size": 2}, {**FSDP2, "tp_size": 2}
@@ -150,15 +152,31 @@ def test_any_rows_have_the_bits_of_a_build_in_memory(kind: str) -> None:
 def test_each_range_of_a_vector_has_the_bits_of_the_whole(name: str, numel: int) -> None:
     torch.manual_seed(numel)
     whole = getattr(torch.empty(numel), name)()
+    after = torch.rand(9)
     torch.manual_seed(numel)
     recording = Recording()
     with recording.active():
         model = nn.Module()
         model.weight = nn.Parameter(getattr(torch.empty(numel), name)())
+    assert torch.equal(torch.rand(9), after)
     source = recording.take_out(model)["weight"]
     for first in range(0, numel, 1 + numel // 9):
         for end in range(first + 1, numel + 1, 1 + numel // 15):
             assert torch.equal(part_of(source, first, end), whole[first:end]), (first, end)
+
+
+def test_a_part_takes_no_memory_of_the_other_rows() -> None:
+    recording, live = Recording(), Live()
+    with watch_operators(live.see), recording.active():
+        layer = nn.Linear(256, 1000)
+        nn.init.normal_(layer.weight)
+    assert live.peak < 10 * STATE_BYTES
+    source = recording.take_out(layer)["weight"]
+    with watch_operators(live.see):
+        part_of(source, 500, 510)
+    # The rows, and where they are copied to.
+    assert 2 * 10 * 256 * 4 <= live.peak < 3 * 10 * 256 * 4 + 4 * STATE_BYTES
+    assert live.peak < 1000 * 256 * 4 / 10
 
 
 class Made(nn.Module):
