@@ -122,7 +122,7 @@ class Recording:
         return _storage(tensor) in self._steps
 
     def _answer(self, operator: Any, arguments: Any, named: Any) -> Any:
-        if operator is ATEN.empty.memory_format and named["device"].type == "cpu":
+        if operator is ATEN.empty.memory_format and torch.device(named.get("device") or "cpu").type == "cpu":
             made = operator(*arguments, **{**named, "device": "meta"})
             self._steps[_storage(made)] = []
             return made
