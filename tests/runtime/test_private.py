@@ -41,6 +41,23 @@ def test_norms_are_those_of_each_tensor():
         assert private.norms_of(tensors, math.inf)[0] == 4
 
 
+def test_a_marked_function_is_called_while_code_is_traced_and_is_a_constant_in_it() -> None:
+    calls: list[str] = []
+
+    @private.constant_in_graphs
+    def factor(name: str) -> int:
+        calls.append(name)
+        print(end="")  # cannot be traced
+        return 3
+
+    torch.compiler.reset()
+    compute = torch.compile(lambda x: x * factor("it"), backend="eager", fullgraph=True)
+    with otherwise("_dynamo_marked_constant is gone: use torch.compiler.assume_constant_result"):
+        assert [compute(torch.tensor(number)).item() for number in (2, 5)] == [6, 15]
+        assert calls == ["it"]
+    torch.compiler.reset()
+
+
 @pytest.mark.parametrize("shape", [(2**16 + 1,), (3000, 3000)])
 def test_norms_of_large_tensors_are_those_of_their_parts(shape: tuple[int, ...]) -> None:
     whole = torch.randn(shape, generator=torch.Generator().manual_seed(0))
