@@ -2,6 +2,7 @@
 
 import os
 import re
+import socket
 import sys
 import threading
 import traceback
@@ -96,6 +97,14 @@ def redact_text(text: str) -> str:
     for pattern in _SECRETS_IN_TEXT:
         text = pattern.sub(lambda found: (found.group(1) if found.lastindex else "") + REDACTED, text)
     return text
+
+
+def without_places(text: str) -> str:
+    """Return a text without absolute paths, IPv4 addresses, MASTER_ADDR, and the name of this machine."""
+    host = re.escape(socket.gethostname())
+    # A path is not the end of a URL or of a unit. /dev/shm is the same on every machine.
+    places = rf"\b{host}\b|(?<=MASTER_ADDR=)[^\s,]+|\b\d+(\.\d+){{3}}\b|(?<![\w.:/])/(?!dev/shm)[\w.~/+-]+"
+    return re.sub(places, "HIDDEN", text)
 
 
 def redact_words(words: Sequence[str]) -> list[str]:

@@ -230,8 +230,8 @@ def _relative(gap: float, scale: float) -> float:
     return math.inf if math.isnan(found) else found
 
 
-def toy_layouts(recipe: Recipe, world_size: int) -> tuple[Layout, Layout]:
-    """Return a recipe's layout at toy size, and the same model on one plain process.
+def toy_layouts(recipe: Recipe, world_size: int, most: int = MOST_PROCESSES) -> tuple[Layout, Layout]:
+    """Return a recipe's layout at toy size on at most `most` processes, and the same model on one plain process.
 
     Raises:
         ValueError: the model cannot be shrunk, or the layout is refused.
@@ -246,7 +246,7 @@ def toy_layouts(recipe: Recipe, world_size: int) -> tuple[Layout, Layout]:
     shards = 2 if has_copies else section.dp_shard_size
     is_split = section.strategy != "ddp" and tp_size * sp_size == 1
     least = tp_size * sp_size * (4 if has_copies else 2 if is_split else 1)
-    processes = max(least, min(world_size, MOST_PROCESSES) // least * least)
+    processes = max(least, min(world_size, most) // least * least)
     parallel = section.model_copy(update={"tp_size": tp_size, "sp_size": sp_size, "dp_shard_size": shards})
     shares, micro_batches = processes // (tp_size * sp_size), 2 if _accumulates(recipe, world_size) else 1
     each = max(SAMPLES // (micro_batches * shares), 1)

@@ -1,4 +1,4 @@
-"""Processes on the CPU that are joined by gloo and take any number of calls."""
+"""Processes that are joined by gloo on the CPU, or by NCCL on GPUs, and take any number of calls."""
 
 import gc
 import multiprocessing
@@ -34,11 +34,12 @@ class Processes:
     """Processes on the CPU that are joined by gloo and compute what they are asked to: `with Processes(2) as several:`.
 
     They are forked from a server that has imported torch, and take any number of calls. After a failure on only some
-    of them, the next call starts new ones.
+    of them, the next call starts new ones. With `on_gpus`, each has a GPU, and a new interpreter, because CUDA may not
+    be used in a fork of a process that has asked for GPUs.
     """
 
-    def __init__(self, size: int, begin: Callable[[], None] | None = None) -> None:
-        self.size, self._begin = size, begin
+    def __init__(self, size: int, begin: Callable[[], None] | None = None, *, on_gpus: bool = False) -> None:
+        self.size, self._begin, self._on_gpus = size, begin, on_gpus
         self._started: list[tuple[Any, Connection]] = []
 
     def __enter__(self) -> Self:
@@ -56,12 +57,12 @@ class Processes:
             process.join()
         self._started = []
 
-    def call(self, function: Callable[[], None]) -> Failure | None:
+    def call(self, function: Callable[[], None], seconds: float = SECONDS) -> Failure | None:
         """Run a function on all processes, and return the first failure, or None."""
         if not self._started:
             self._start()
         answers: dict[int, Failure | None] = {}
-        deadline = time.monotonic() + SECONDS
+        deadline = time.monotonic() + seconds
         for _, connection in self._started:
             with suppress(OSError):
                 connection.send(function)
@@ -77,19 +78,21 @@ class Processes:
                         deadline = min(deadline, time.monotonic() + SECONDS_FOR_OTHERS)
         failures = [each for _, each in sorted(answers.items()) if each is not None]
         if len(answers) < self.size:
-            failures.append(Failure(f"not over after {SECONDS:.0f} seconds", is_refusal=False))
+            failures.append(Failure(f"not over after {seconds:.0f} seconds", is_refusal=False))
         if failures:
             self.end()
         return next(iter(failures), None)
 
     def _start(self) -> None:
         port = free_port()
-        context = multiprocessing.get_context("forkserver")
+        context: Any = multiprocessing.get_context("spawn" if self._on_gpus else "forkserver")
         context.set_forkserver_preload(list(PRELOADED))
         with _silent_errors():
             for rank in range(self.size):
                 ours, theirs = context.Pipe()
-                process = context.Process(target=_serve, args=(theirs, rank, self.size, port, self._begin))
+                process = context.Process(
+                    target=_serve, args=(theirs, rank, self.size, port, self._begin, self._on_gpus)
+                )
                 process.start()
                 theirs.close()
                 self._started.append((process, ours))
@@ -109,7 +112,9 @@ def _silent_errors() -> Iterator[None]:
         os.close(kept)
 
 
-def _serve(connection: Connection, rank: int, size: int, port: int, begin: Callable[[], None] | None) -> None:
+def _serve(
+    connection: Connection, rank: int, size: int, port: int, begin: Callable[[], None] | None, on_gpus: bool
+) -> None:
     """Answer calls until the connection closes."""
     stop_with_parent()
     gc.freeze()  # A collection would copy the memory that is shared with the server.
@@ -121,7 +126,9 @@ def _serve(connection: Connection, rank: int, size: int, port: int, begin: Calla
         os.environ.pop(name, None)
     if size > 1:
         os.environ.update({name: str(value) for name, value in places.items()}, MASTER_ADDR="127.0.0.1")
-    os.environ.update(ACCELERATE_USE_CPU="true", CUDA_VISIBLE_DEVICES="", TOKENIZERS_PARALLELISM="false")
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    if not on_gpus:
+        os.environ.update(ACCELERATE_USE_CPU="true", CUDA_VISIBLE_DEVICES="")
     import torch
 
     torch.set_num_threads(1)

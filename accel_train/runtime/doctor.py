@@ -96,7 +96,9 @@ def launch_facts() -> dict[str, str]:
     return {**facts, "git_commit": done.stdout.strip()}
 
 
-def _finding(problem: object, subject: str, text: str, remedy: str, status: Literal["warn", "bad"] = "warn") -> Finding:
+def finding_of(
+    problem: object, subject: str, text: str, remedy: str, status: Literal["warn", "bad"] = "warn"
+) -> Finding:
     """Return a finding with `status` and `remedy` if there is a problem, otherwise an "ok" finding."""
     return Finding(status, subject, text, remedy) if problem else Finding("ok", subject, text)
 
@@ -118,8 +120,8 @@ def format_findings(findings: Iterable[Finding]) -> str:
     """Return the findings as aligned lines, each remedy below its finding."""
     lines = []
     for finding in findings:
-        lines.append(f"{finding.status:<5} {finding.subject:<13} {finding.text}")
-        lines += [f"{'':<19} -> {finding.remedy}"] if finding.remedy else []
+        lines.append(f"{finding.status:<5} {finding.subject:<14} {finding.text}")
+        lines += [f"{'':<20} -> {finding.remedy}"] if finding.remedy else []
     return "\n".join(lines)
 
 
@@ -196,7 +198,7 @@ def check_versions(requirements: Sequence[str] | None = None) -> Iterator[Findin
     from packaging.requirements import Requirement
 
     python, remedy = f"{platform.python_version()} (>=3.11)", "install Python 3.11 or newer"
-    yield _finding(sys.version_info < (3, 11), "python", python, remedy, "bad")
+    yield finding_of(sys.version_info < (3, 11), "python", python, remedy, "bad")
     try:
         declared = requires("accel-train") or [] if requirements is None else requirements
     except PackageNotFoundError:
@@ -213,7 +215,7 @@ def check_versions(requirements: Sequence[str] | None = None) -> Iterator[Findin
             yield Finding("bad", name, f"is missing ({wanted})", remedy)
             continue
         fits = requirement.specifier.contains(found, prereleases=True)
-        yield _finding(not fits, name, f"{found} ({wanted})", remedy, "bad")
+        yield finding_of(not fits, name, f"{found} ({wanted})", remedy, "bad")
 
 
 def _check_gpus() -> Iterator[Finding]:
@@ -235,7 +237,7 @@ def _check_gpus() -> Iterator[Finding]:
             precisions += ["tf32"] if gpu.major >= 8 else []
         text = f"{gpu.name}, {format_bytes(total)}, {format_bytes(free)} free; computes {', '.join(precisions)}"
         remedy = "another process holds most of its memory: nvidia-smi shows which"
-        yield _finding(free < total / 2, f"gpu {index}", text, remedy)
+        yield finding_of(free < total / 2, f"gpu {index}", text, remedy)
         if found := unsupported_gpu(gpu, torch.cuda.get_arch_list()):
             yield Finding("bad", f"gpu {index}", *found)
     if nccl == "none" and torch.cuda.device_count() > 1:
@@ -264,10 +266,10 @@ def check_host() -> Iterator[Finding]:
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     memory = psutil.virtual_memory()
     text = f"{format_count(cores, 'core')}, {format_bytes(memory.total)}, {format_bytes(memory.available)} free"
-    yield _finding(memory.available < 2 * 2**30, "cpu", text, "close other programs, or use a larger machine")
+    yield finding_of(memory.available < 2 * 2**30, "cpu", text, "close other programs, or use a larger machine")
     if sys.platform == "linux" and Path("/dev/shm").is_dir():
         size, remedy = shutil.disk_usage("/dev/shm").total, "docker run --shm-size 8g, or data.num_workers: 0"
-        yield _finding(size < LEAST_SHARED_MEMORY_BYTES, "/dev/shm", format_bytes(size), remedy)
+        yield finding_of(size < LEAST_SHARED_MEMORY_BYTES, "/dev/shm", format_bytes(size), remedy)
 
 
 def check_environment(variables: Mapping[str, str]) -> Iterator[Finding]:
@@ -305,4 +307,4 @@ def check_folder(subject: str, folder: Path) -> Iterator[Finding]:
         return
     free = shutil.disk_usage(existing).free
     remedy = "checkpoints take 12 bytes a parameter each: make room, or lower checkpoint.keep"
-    yield _finding(free < LEAST_FREE_DISK_BYTES, subject, f"{folder}, {format_bytes(free)} free", remedy)
+    yield finding_of(free < LEAST_FREE_DISK_BYTES, subject, f"{folder}, {format_bytes(free)} free", remedy)

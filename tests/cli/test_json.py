@@ -199,7 +199,7 @@ def loud(*arguments):
     print("printed")
     os.write(1, b"written\\n")
     subprocess.run(["echo", "of a child"], check=True)
-    return Outcome({"findings": []})
+    return Outcome({"findings": [], "file": None})
 
 cli.COMMANDS["doctor"] = cli.COMMANDS["doctor"]._replace(run=loud)
 cli.program()

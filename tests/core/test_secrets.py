@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import stat
 import subprocess
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from accel_train.core.redaction import is_secret, redact, redact_text, remember_secrets
+from accel_train.core.redaction import is_secret, redact, redact_text, remember_secrets, without_places
 from tests.support.runs import command, environment, events, write_recipe_file
 
 IN_THE_RECIPE: dict[str, Any] = {
@@ -200,3 +201,18 @@ def test_numbers_and_names_of_a_ledger_line_are_left_alone(tmp_path: Path) -> No
     write_json(tmp_path / "file.json", record)
     assert read_json(tmp_path / "file.json") == {**record, "path": "https://REDACTED@host/x"}
     assert json.loads((tmp_path / "file.json").read_text())["classes"] == {"secret": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (f"{socket.gethostname()} is lost", "HIDDEN is lost"),
+        ("MASTER_ADDR=node-7.cluster, RANK=0", "MASTER_ADDR=HIDDEN, RANK=0"),
+        ("closed by peer [10.1.2.3]:4567", "closed by peer [HIDDEN]:4567"),
+        ("~/.cache/x, '/scratch/me/run 1'", "~HIDDEN, 'HIDDEN 1'"),
+        ("12 GB/s, /dev/shm, driver 580.65.06", "12 GB/s, /dev/shm, driver 580.65.06"),
+        ("https://download.pytorch.org/whl/cu126", "https://download.pytorch.org/whl/cu126"),
+    ],
+)
+def test_names_of_machines_and_folders_are_hidden_and_rates_versions_and_urls_kept(text: str, expected: str) -> None:
+    assert without_places(text) == expected

@@ -233,9 +233,9 @@ def test_the_host_has_cores_and_memory() -> None:
 def test_findings_are_lines_with_the_remedy_below() -> None:
     text = format_findings([Finding("ok", "torch", "2.9"), Finding("bad", "numpy", "1.0 (>=2)", "pip install numpy")])
     assert text.splitlines() == [
-        "ok    torch         2.9",
-        "bad   numpy         1.0 (>=2)",
-        "                    -> pip install numpy",
+        "ok    torch          2.9",
+        "bad   numpy          1.0 (>=2)",
+        "                     -> pip install numpy",
     ]
 
 

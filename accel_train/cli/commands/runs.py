@@ -1,11 +1,13 @@
 """Commands for runs (`evaluate`, `predict`, `generate`, `export`, `report`, `watch`, `replay`), and `doctor`."""
 
 import argparse
+import os
 import sys
 from bdb import BdbQuit
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,17 +25,23 @@ from accel_train.cli.command import (
     importing_for,
     out_of,
     say,
+    show,
     users_mistakes,
     value,
     whole_number,
 )
-from accel_train.core.files import is_written_into, output_path
+from accel_train.core.errors import UserError
+from accel_train.core.files import is_written_into, output_path, write_atomically
+from accel_train.core.json_io import json_text
+from accel_train.core.redaction import without_places
 from accel_train.core.terminal import busy
+from accel_train.core.version import __version__
 from accel_train.runtime.exit import end_process_group
 
 if TYPE_CHECKING:
     from accel_train.inference.finished_run import TrainedRun
     from accel_train.recovery.replay import Replay
+    from accel_train.runtime.doctor import Finding
 
 LOADING = "loading the model and the data ..."
 GENERATES = "causal-lm"
@@ -290,15 +298,42 @@ def _replayed(incident: str, replay: "Replay") -> results.ReplayResult:
     }
 
 
-def _doctor(_: argparse.Namespace, __: Sequence[str]) -> Outcome:
+def _doctor(arguments: argparse.Namespace, _: Sequence[str]) -> Outcome:
     from accel_train.runtime.doctor import examine, format_findings
 
     with busy("looking at this machine: packages, GPUs, disks"):
         findings = examine()
     print(format_findings(findings))
+    file = _examine_gpus(arguments.cpu, findings) if arguments.gpus or arguments.cpu else None
     is_bad = any(finding.status == "bad" for finding in findings)
-    result = {"findings": [asdict(finding) for finding in findings]}
-    return Outcome(result, 2 if is_bad else 0)
+    result = {"findings": [asdict(finding) for finding in findings], "file": file}
+    return Outcome(result, 0 if not is_bad else 1 if file else 2)
+
+
+def _examine_gpus(on_cpu: int | None, findings: "list[Finding]") -> str:
+    """Print and add the findings of several GPUs, or of processes on the CPU. Write all to a new file, and name it."""
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        raise UserError("doctor --gpus starts its own processes. Run it without a launcher, once on each machine.")
+    with importing("doctor"):
+        import torch
+
+        from accel_train.experiments.gpus import examine_gpus
+        from accel_train.runtime.doctor import format_findings
+    num_processes = on_cpu or torch.cuda.device_count()
+    if num_processes < 2:
+        raise UserError(
+            f"--gpus needs at least 2 GPUs, and torch finds {num_processes}. To try it without GPUs: accel-train "
+            "doctor --cpu 2"
+        )
+    record = dict[str, Any](accel_train=__version__)
+    for finding in examine_gpus(num_processes, record, on_gpus=not on_cpu):
+        show(format_findings([finding]))
+        findings.append(finding)
+    record["findings"] = [asdict(finding) for finding in findings]
+    file = next(name for number in count(1) if not Path(name := f"doctor-gpus-{number}.json").exists())
+    write_atomically(Path(file), without_places(json_text(record)).encode())
+    show(f"{file} has all of this, without names of machines and folders. Attach it to an issue.")
+    return file
 
 
 EVALUATE = Command(
@@ -430,6 +465,12 @@ DOCTOR = Command(
     _doctor,
     results.DoctorResult,
     "check GPUs, driver, versions, precision, launcher, and disk, and print how to fix each problem",
-    {},
+    {
+        "--gpus": flag(
+            "also measure each link between GPUs, compare training on all with training on one, and write "
+            "doctor-gpus-N.json"
+        ),
+        "--cpu": value("N", "the same on N processes of the CPU, to try it without GPUs", whole_number(2)),
+    },
     takes_settings=False,
 )

@@ -368,9 +368,11 @@ class FindingOfDoctor(TypedDict):
 
 
 class DoctorResult(TypedDict):
-    """`doctor`: the findings of the examination. Exit code 2: at least one is bad."""
+    """`doctor`: the findings of the examination. Exit code 2, or 1 with --gpus: at least one is bad."""
 
     findings: Sequence[FindingOfDoctor]
+    file: str | None
+    """File with every number of --gpus."""
 
 
 class RecipeOfPackage(TypedDict):
