@@ -1,4 +1,4 @@
-"""What `precision.compile: auto` comes to, and how many logits a compiled loss in chunks computes at once."""
+"""Resolve `precision.compile: auto`, and find the memory that a compiled loss in chunks may use."""
 
 import os
 from collections.abc import Iterator

@@ -335,8 +335,9 @@ def _like_a_run(like_cuda: bool, split_size: int) -> dict[tuple[Any, str], Calla
     def attend(*args: Any, **kwargs: Any) -> Tensor:
         return attention_of_cpu(*args, **{**kwargs, "dropout_p": 0.0})
 
-    def multiply(a: Tensor, b: Tensor) -> Tensor:
-        return torch.empty(a.shape[0], b.shape[1], dtype=torch.promote_types(a.dtype, torch.float32))
+    def multiply(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
+        wide = torch.promote_types(a.dtype, torch.float32)
+        return torch.empty(a.shape[0], b.shape[1], dtype=wide) if out is None else out
 
     def add_product(*_: Tensor) -> None:
         """The product is added in place."""

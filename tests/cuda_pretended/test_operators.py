@@ -35,17 +35,14 @@ def recipe_for(case: str, folder: Path) -> tuple[int, dict[str, Any]]:
 def expected(case: str, reductions: float, weights: int) -> dict[str, int]:
     """Operators of one step by the part that runs them, as the code says."""
     layout, m, sections = CASES[case]
-    # Positions of a chunk: 2^27 logits, rounded down to a multiple of 64.
-    rows = 2**27 // MODEL.shape.vocab_size // 64 * 64
-    chunks = -(-MODEL.batch_size // m * MODEL.shape.block_size // rows)
     is_chunked, is_alone = sections["loss"]["chunked"], layout.startswith("1 ")
     # Forward: position numbers (2), two embeddings and their sum, the last norm. Backward: the norm, the sum over
     # samples of the positions' gradients, two embeddings, the sum of the gradients of the tied weights.
     model = 6 + 5
-    # For each chunk: the mask, hidden states in bf16 and masked, logits; the gradients of hidden states (product, mask,
-    # copy) and of weights; the sum of losses, added to the total. Once: three zeros, weights in bf16, the scale and two
-    # products with it.
-    loss = 10 * chunks + 7
+    # The only chunk: logits, the gradients of hidden states and of weights, the sum of losses, added to the total. Once:
+    # two zeros, weights in bf16, the mask, hidden states in bf16 and masked, the mask of their gradient, the scale and
+    # two products with it.
+    loss = 5 + 10
     if not is_chunked:
         # Products of the head (3), casts of their inputs and gradients (4); log-softmax, loss, a cast; backward.
         model, loss = model + 3 + 4, 2 * 3

@@ -259,7 +259,7 @@ def test_recipe_and_launcher_that_disagree_are_both_named(
 def test_recipe_and_launcher_that_agree_train(arguments: list[str], variables: dict[str, str], tmp_path: Path) -> None:
     launched = with_launch_environment(load_recipe(write_recipe_file(tmp_path), arguments=arguments), variables)
     assert launched.precision.mixed_precision == ("bf16" if variables == BF16 else "auto")
-    assert launched.precision.compile == (variables == COMPILED)
+    assert launched.precision.compiles == (variables == COMPILED)
 
 
 def test_flags_that_accelerate_does_not_export_are_read_from_its_command(tmp_path: Path) -> None:

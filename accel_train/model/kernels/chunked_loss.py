@@ -36,8 +36,8 @@ LOGITS_AT_ONCE = 2**26
 """Largest number of logits in a chunk: 256 MiB in fp32. On a GPU twice as many, so that the gradient of the head's
 weights, which each chunk reads and writes as a whole, is added up less often.
 """
-BYTES_PER_LOGIT = 10
-"""Bytes that a chunk takes for each of its logits: the logit, its log-probability, and its gradient in 16 bits."""
+BYTES_PER_LOGIT = 12
+"""Bytes of a chunk for each of its logits: the logit and its log-probability, and its gradient in 16 bits, twice."""
 PRODUCT_AT_ONCE = 2**24
 """Largest number of elements of the head's gradient that one addition updates on a CPU: 64 MiB in fp32."""
 GRADIENT_SCALE = {torch.float16: 2.0**12}
@@ -254,19 +254,25 @@ class _ChunkedLoss(torch.autograd.Function):
     ) -> Tensor:
         wide = torch.promote_types(weight.dtype, torch.float32)
         inputs = (hidden, weight, bias)
+        # Chunks add to the sums of the head, and write their own rows of the hidden states' gradient.
+        begin = (torch.empty_like, torch.zeros_like, torch.zeros_like)
         sums = [
-            torch.zeros_like(each, dtype=wide) if each is not None and is_wanted else None
-            for each, is_wanted in zip(inputs, ctx.needs_input_grad[:3], strict=True)
+            make(each, dtype=wide) if each is not None and is_wanted else None
+            for make, each, is_wanted in zip(begin, inputs, ctx.needs_input_grad, strict=False)
         ]
         total = torch.zeros((), dtype=wide, device=hidden.device)
         differentiate = fused_differentiate() if is_fused else _differentiate
+        labels = labels[:, None]
+        is_ignored = labels == IGNORED_LABEL
         with _without_autocast(weight, bias) as head:
+            # A position that is ignored has finite logits, and adds nothing to the gradient of the weights.
+            hidden = hidden.to(head[0].dtype).masked_fill(is_ignored, 0)
             for part in _parts(labels, rows):
                 of_hidden = None if sums[0] is None else sums[0][part]
-                total += _add_chunk(
-                    hidden[part], (*head, held), labels[part], terms, [of_hidden, *sums[1:]], differentiate
-                )
+                chunk = hidden[part], (*head, held), labels[part], is_ignored[part], terms
+                total += _add_chunk(*chunk, [of_hidden, *sums[1:]], differentiate)
         if sums[0] is not None:
+            sums[0].masked_fill_(is_ignored, 0)
             # Each process has the gradients from its own tokens only.
             held.sum_in_place(sums[0])
         ctx.sums, ctx.dtypes = sums, [None if each is None else each.dtype for each in inputs]
@@ -291,22 +297,19 @@ def _add_chunk(
     hidden: Tensor,
     head: tuple[Tensor, Tensor | None, HeldRows],
     labels: Tensor,
+    is_ignored: Tensor,
     terms: tuple[float, float],
     sums: list[Tensor | None],
     differentiate: Callable[..., tuple[Tensor, Tensor]],
 ) -> Tensor:
     """Add a chunk's gradients to their sums; return its loss. The logits are freed when this call returns."""
     weight, bias, held = head
-    labels = labels[:, None]
-    is_ignored = labels == IGNORED_LABEL
-    # A position that is ignored has finite logits, and adds nothing to the gradient of the weights.
-    hidden = hidden.to(weight.dtype).masked_fill(is_ignored, 0)
     losses, gradient = differentiate(_logits(hidden, weight, bias), labels, held, terms, weight.dtype)
     of_hidden, of_weight, of_bias = sums
     if of_bias is not None:
         of_bias += product((~is_ignored).to(gradient.dtype).t(), gradient)[0]
     if of_hidden is not None:
-        of_hidden.copy_(product(gradient, weight).masked_fill_(is_ignored, 0))
+        product(gradient, weight, of_hidden)
     if of_weight is not None:
         add_product(of_weight, gradient.t(), hidden)
     return losses.sum()
@@ -438,13 +441,13 @@ def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return logits if bias is None else logits.add_(bias)
 
 
-def product(a: Tensor, b: Tensor) -> Tensor:
-    """Return a @ b. For 16-bit inputs the result is fp32, so that nothing is rounded twice."""
+def product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
+    """Return a @ b, written to `out` if given. For 16-bit inputs it is fp32, so that nothing is rounded twice."""
     if a.dtype not in (torch.float16, torch.bfloat16):
-        return a @ b
+        return torch.mm(a, b, out=out)
     if a.is_cuda and has_wide_products("mm"):
-        return torch.mm(a, b, out_dtype=torch.float32)
-    return a.float() @ b.float()
+        return torch.mm(a, b, out_dtype=torch.float32, out=out)
+    return torch.mm(a.float(), b.float(), out=out)
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
@@ -470,10 +473,10 @@ def has_wide_products(operator: Literal["mm", "addmm"], device: str = "cuda") ->
     a, total = torch.ones(16, 16, dtype=torch.bfloat16, device=device), torch.ones(16, 16, device=device)
     try:
         if operator == "mm":
-            torch.mm(a, a, out_dtype=torch.float32)
+            torch.mm(a, a, out_dtype=torch.float32, out=total)
         else:
             torch.addmm(total, a, a, out_dtype=torch.float32, out=total)
-    except RuntimeError:
+    except (RuntimeError, TypeError):
         return False
     return True
 
