@@ -63,7 +63,7 @@ HASHED_AT_FIRST = (
 """Settings that the first format of checkpoints hashed into the fingerprint of the data."""
 SETTINGS = (
     *("optimizer.learning_rate", "optimizer.lr_scaling", "optimizer.weight_decay", "optimizer.no_decay"),
-    *("optimizer.betas", "optimizer.eps", "optimizer.momentum", "optimizer.options"),
+    *("optimizer.betas", "optimizer.eps", "optimizer.momentum", "optimizer.muon_dtype", "optimizer.options"),
     *("optimizer.max_grad_norm", "parallel.sync_batch_norm"),
     *("precision.mixed_precision", "precision.tf32", "model.frozen_dtype"),
     "options",
@@ -152,7 +152,7 @@ def training_settings(
     `choices` holds `state.Choice`s by dotted name: the scaled learning rate, and the precision chosen by auto.
     """
     read = optimizer_kind(recipe.optimizer.name).settings
-    unread = {f"optimizer.{name}" for name in ("betas", "eps", "momentum") if name not in read}
+    unread = {f"optimizer.{name}" for name in ("betas", "eps", "momentum", "muon_dtype") if name not in read}
     values = {
         name: choices[name].value if name in choices else value_of(recipe, name)
         for name in (*SETTINGS, *OF_BEST)
@@ -182,7 +182,8 @@ def training_settings(
 
 def setting_changes(trainer: JsonRecord, settings: Settings, recipe: Recipe) -> list[Change]:
     """Return how the settings differ from those in a checkpoint's trainer.json."""
-    saved = trainer["settings"]
+    # Older versions had no such setting, and computed in fp32.
+    saved = {"optimizer.muon_dtype": "fp32", **trainer["settings"]}
     common = saved.keys() & settings.values.keys()
     was, now = ({name: each[name] for name in common} for each in (saved, settings.values))
     return identity_changes(was, trainer["origins"], now, settings.origins, recipe)

@@ -18,6 +18,8 @@ from accel_train.model.kernels.chunked_loss import has_plain_head
 from accel_train.model.tensors import unpacked_numel
 
 FP32_BYTES = 4
+STAGE_NUMEL = 2**24
+"""Elements of the matrices that a process makes orthogonal at once: 64 MiB in fp32."""
 _PRODUCTS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d)
 """Layers whose weights autocast rounds to 16 bits under every strategy, in addition to transformers' Conv1D."""
 Each = TypeVar("Each")
@@ -249,12 +251,23 @@ def _is_rounded(module: nn.Module, parameter: nn.Parameter) -> bool:
     return is_product or (parameter.dim() > 2 and not isinstance(module, nn.Embedding))
 
 
-def in_rounds(weights: Sequence[Each], numels: Sequence[int], size: int) -> list[list[Each]]:
-    """Return the weights in rounds of at most `size`, largest first. Each round has one weight of similar size per
-    process.
+def in_shares(matrices: Sequence[Each], shapes: Sequence[Sequence[int]], size: int) -> list[list[list[Each]]]:
+    """Return matrices in stages: in each, the matrices that each of `size` processes makes orthogonal at once.
+
+    They are dealt out in rounds, costliest first, so that each process has one of similar cost from each round. A stage
+    has as many rounds as `STAGE_NUMEL` allows, and at least one.
     """
-    order = sorted(range(len(weights)), key=lambda number: -numels[number])
-    return [[weights[number] for number in order[first : first + size]] for first in range(0, len(order), size)]
+    numels = [math.prod(shape) for shape in shapes]
+    order = sorted(range(len(matrices)), key=lambda number: -numels[number] * min(shapes[number]))
+    stages, held = list[list[list[Each]]](), STAGE_NUMEL
+    for first in range(0, len(order), size):
+        held += numels[order[first]]
+        if held > STAGE_NUMEL:
+            stages.append([[] for _ in range(size)])
+            held = numels[order[first]]
+        for share, number in zip(stages[-1], order[first:], strict=False):
+            share.append(matrices[number])
+    return stages
 
 
 def narrow_names(model: nn.Module) -> set[str]:

@@ -1,7 +1,8 @@
 """Muon: momentum matrices, orthogonalized before the update (Jordan et al. 2024; Liu et al. 2025, arXiv 2502.16982)."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -9,8 +10,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from accel_train.core.state import Choice
 from accel_train.model.tensors import holders, parts_in
-from accel_train.model.weights import hidden_matrices, in_rounds
+from accel_train.model.weights import hidden_matrices, in_shares
 from accel_train.optim.adam import FusedAdam
 from accel_train.optim.update import SkippableOptimizer, decay_and_add, replace
 from accel_train.recipe.optimizer import Group, Groups, Optimizer
@@ -22,6 +24,10 @@ UPDATE_RMS = 0.2
 """Root mean square of AdamW's usual update, in units of the learning rate. Rates tuned for AdamW carry over."""
 
 
+Matrix = tuple[nn.Parameter, Tensor, Group]
+"""A weight, its gradient (of a sharded weight, this process's part), and its group."""
+
+
 class Muon(SkippableOptimizer):
     """Muon for the groups with `is_matrix`, torch's fused AdamW for the others.
 
@@ -30,17 +36,20 @@ class Muon(SkippableOptimizer):
         O = the orthogonal matrix nearest to U
         W = (1 - lr weight_decay) W - lr 0.2 sqrt(max(rows, columns)) O
 
-    O is computed in fp32; its products use TF32 if `precision.tf32` is on. One process in `group` computes each O.
-    `group` holds either full copies of U or the parts of a sharded U.
+    O is computed in `dtype`; products in fp32 use TF32 if `precision.tf32` is on. M is in the type of the weight. One
+    process in `group` computes each O. `group` holds either full copies of U or the parts of a sharded U.
     """
 
     group: dist.ProcessGroup | None = None
     """Processes that share the matrices; None if each process orthogonalizes all of them."""
+    dtype = torch.float32
+    """Type of U and O, and of the products."""
 
     def __init__(self, groups: Groups, *, lr: float, momentum: float, **adamw: Any) -> None:
         rest = [group for group in groups if not group["is_matrix"]]
         self._adamw = FusedAdam(rest, lr=lr, decoupled_weight_decay=True, **adamw) if rest else None
         super().__init__(groups, {"lr": lr, "momentum": momentum, "weight_decay": 0.0})
+        self.orthogonalise: Callable[[Tensor], Tensor] = orthogonalise
         first = next(each for group in self.param_groups if group["is_matrix"] for each in group["params"])
         if isinstance(first, DTensor):
             self.group = holders(first)
@@ -53,9 +62,9 @@ class Muon(SkippableOptimizer):
             if group["is_matrix"]
             for parameter, gradient in self.gradients(group)
         ]
-        costs = [parameter.numel() * min(parameter.shape) for parameter, _, _ in matrices]
-        for some in in_rounds(matrices, costs, 1 if self.group is None else self.group.size()):
-            self._update_matrices(some, skip)
+        shapes = [parameter.shape for parameter, _, _ in matrices]
+        for shares in in_shares(matrices, shapes, 1 if self.group is None else self.group.size()):
+            self._update_matrices(shares, skip)
         if self._adamw is not None:
             # Assign these at each step, because `load_state_dict` creates new objects.
             self._adamw.state = self.state
@@ -63,83 +72,125 @@ class Muon(SkippableOptimizer):
             self._adamw.found_inf, self._adamw.grad_scale = self.found_inf, self.grad_scale
             self._adamw.step()
 
-    def _update_matrices(self, some: Sequence[tuple[nn.Parameter, Tensor, Group]], skip: Tensor | None) -> None:
-        moved, updates = [], []
+    def _update_matrices(self, shares: Sequence[Sequence[Matrix]], skip: Tensor | None) -> None:
+        some = [*chain(*shares)]
         for parameter, gradient, group in some:
-            moved.append(torch.lerp(gradient, self.state_of(parameter, "momentum_buffer"), group["momentum"]))
-            updates.append(torch.lerp(gradient, moved[-1], group["momentum"]))
-        found = self._orthogonal(updates, [parameter for parameter, _, _ in some])
-        for (parameter, _, group), kept, direction in zip(some, moved, found, strict=True):
+            momentum = self.state_of(parameter, "momentum_buffer")
+            replace(momentum, torch.lerp(gradient, momentum, group["momentum"]), skip)
+        for (parameter, _, group), direction in zip(some, self._orthogonal(shares), strict=True):
             factor = UPDATE_RMS * math.sqrt(max(parameter.shape))
             decay_and_add(parameter, direction, group, factor, skip)
-            replace(self.state_of(parameter, "momentum_buffer"), kept, skip)
 
-    def _orthogonal(self, updates: Sequence[Tensor], parameters: Sequence[nn.Parameter]) -> list[Tensor]:
-        """* Return this process's part of one round of matrices, orthogonalized."""
+    def _orthogonal(self, shares: Sequence[Sequence[Matrix]]) -> list[Tensor]:
+        """* Return this process's part of one stage of matrices, orthogonalized, in the order of `shares`."""
         if self.group is None:
-            return [orthogonalise(each) for each in updates]
-        sharded = [parameter for parameter in parameters if isinstance(parameter, DTensor)]
-        return share_parts(updates, sharded, self.group) if sharded else share(updates, self.group)
+            return self._make_orthogonal(self._updates(shares[0]))
+        weights: Any = [[parameter for parameter, _, _ in share] for share in shares]
+        if isinstance(weights[0][0], DTensor):
+            return self._share_parts([*map(self._updates, shares)], weights)
+        return self._share(self._updates(shares[self.group.rank()]), weights)
+
+    def _updates(self, share: Sequence[Matrix]) -> list[Tensor]:
+        """Return U of some matrices from the new M. After a skipped step, M is the old one, and U is discarded."""
+        return [
+            torch.lerp(gradient, self.state_of(parameter, "momentum_buffer"), group["momentum"]).to(self.dtype)
+            for parameter, gradient, group in share
+        ]
+
+    def _make_orthogonal(self, matrices: Sequence[Tensor]) -> list[Tensor]:
+        """Return orthogonalized matrices. Those of one shape are stacked, those with more rows transposed."""
+        wide = [each.T if each.shape[0] > each.shape[1] else each for each in matrices]
+        found = list(matrices)
+        for shape in {each.shape for each in wide}:
+            numbers = [number for number, each in enumerate(wide) if each.shape == shape]
+            stack = self.orthogonalise(torch.stack([wide[number] for number in numbers]))
+            for number, made in zip(numbers, stack, strict=True):
+                found[number] = made if made.shape == matrices[number].shape else made.T
+        return found
+
+    def _share(self, own: Sequence[Tensor], weights: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+        """* Return the orthogonalized matrices of all processes: `own`, and those for the weights of each process.
+
+        They are gathered in rows as wide as the largest share.
+        """
+        assert self.group is not None
+        width = max(map(total, weights))
+        row = weights[0][0].new_zeros(width, dtype=self.dtype)
+        for part, made in zip(pieces(row, own), self._make_orthogonal(own), strict=True):
+            part.copy_(made)
+        found = row.new_empty(self.group.size() * width)
+        # The function has this name before torch 2.13.
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        gather(found, row, self.group)
+        return [each for some, part in zip(weights, found.split(width), strict=True) for each in pieces(part, some)]
+
+    def _share_parts(self, parts: Sequence[Sequence[Tensor]], sharded: Sequence[Sequence[DTensor]]) -> list[Tensor]:
+        """* Return this process's parts of orthogonalized matrices.
+
+        `parts` are its parts of each process's matrices, which are sharded like `sharded`. Each process gathers only
+        the matrices that it computes.
+        """
+        assert self.group is not None
+        own = sharded[self.group.rank()]
+        whole = [parts[0][0].new_empty(each.shape) for each in own]
+        views = cut(whole, own, self.group)
+        for view, part in zip(chain(*views), exchange(parts, views, self.group), strict=True):
+            view.copy_(part)
+        return exchange(cut(self._make_orthogonal(whole), own, self.group), parts, self.group)
 
 
-def share(matrices: Sequence[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
-    """* Return orthogonalized matrices, fp32. The n-th process computes the n-th matrix, at most one per process.
+def total(tensors: Iterable[Tensor]) -> int:
+    """Return the number of elements of some tensors."""
+    return sum(map(Tensor.numel, tensors))
 
-    The results are gathered in rows as wide as the largest matrix.
+
+def pieces(row: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """Return views of the first elements of a row, shaped like some tensors."""
+    found = row[: total(like)].split([*map(Tensor.numel, like)])
+    return [part.view(each.shape) for part, each in zip(found, like, strict=True)]
+
+
+def cut(matrices: Sequence[Tensor], sharded: Sequence[DTensor], group: dist.ProcessGroup) -> list[list[Tensor]]:
+    """Return views of whole matrices: for each process of `group`, the parts that it holds."""
+    parts = [*map(parts_in, matrices, sharded)]
+    return [[each[rank] for each in parts] for rank in range(group.size())]
+
+
+def exchange(
+    sent: Sequence[Sequence[Tensor]], like: Sequence[Sequence[Tensor]], group: dist.ProcessGroup
+) -> list[Tensor]:
+    """* Send the n-th tensors to the n-th process; return those of all processes, in order: one all-to-all.
+
+    The n-th process sends tensors of the shapes of the n-th in `like`.
     """
-    rank, width = group.rank(), max(matrix.numel() for matrix in matrices)
-    own = matrices[0].new_zeros(width, dtype=torch.float32)
-    if rank < len(matrices):
-        own[: matrices[rank].numel()] = orthogonalise(matrices[rank]).reshape(-1)
-    found = own.new_empty(group.size() * width)
-    # The function has this name before torch 2.13.
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    gather(found, own, group)
-    return [row[: matrix.numel()].view(matrix.shape) for row, matrix in zip(found.split(width), matrices, strict=False)]
+    given, taken = [*chain(*sent)], [*chain(*like)]
+    found = (given or taken)[0].new_empty(total(taken))
+    values = torch.cat([found[:0], *map(torch.flatten, given)])
+    dist.all_to_all_single(found, values, [*map(total, like)], [*map(total, sent)], group)
+    return pieces(found, taken)
 
 
-def share_parts(parts: Sequence[Tensor], sharded: Sequence[DTensor], group: dist.ProcessGroup) -> list[Tensor]:
-    """* Return this process's parts of orthogonalized matrices, fp32. The n-th process computes the n-th matrix.
+def orthogonalise(stack: Tensor) -> Tensor:
+    """Return approximately U V^T for each matrix U S V^T, by five Newton-Schulz iterations (Jordan et al. 2024).
 
-    `parts` are this process's parts of matrices that are sharded like `sharded`: at most one matrix per process. Each
-    process gathers only the matrix that it computes.
+    `stack` has shape (matrices, rows, columns) with rows <= columns. The products are in its type.
     """
-    rank, nothing = group.rank(), parts[0].new_empty(0, dtype=torch.float32)
-    rest = [nothing] * (group.size() - len(parts))
-    whole, views = nothing, [nothing] * group.size()
-    if rank < len(sharded):
-        whole = nothing.new_empty(sharded[rank].shape)
-        views = parts_in(whole, sharded[rank])
-    exchange([*parts, *rest], views, group)
-    if rank < len(sharded):
-        whole.copy_(orthogonalise(whole))
-    found = [torch.empty_like(part, dtype=torch.float32) for part in parts]
-    exchange(views, [*found, *rest], group)
-    return found
-
-
-def exchange(sent: Sequence[Tensor], received: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-    """* Send the n-th tensor to the n-th process, and write its tensor into the n-th of `received`: one all-to-all."""
-    values = torch.cat([each.reshape(-1) for each in sent])
-    sizes, own_sizes = ([each.numel() for each in some] for some in (received, sent))
-    found = values.new_empty(sum(sizes))
-    dist.all_to_all_single(found, values, sizes, own_sizes, group)
-    for each, part in zip(received, found.split(sizes), strict=True):
-        each.copy_(part.view(each.shape))
-
-
-def orthogonalise(matrix: Tensor) -> Tensor:
-    """Return approximately U V^T for the matrix U S V^T, fp32, by five Newton-Schulz iterations (Jordan et al. 2024).
-
-    fp32 is needed: 16 bits amplify the rounding of a sum over processes (1e-7) to 1e-3 of the update.
-    """
-    x = matrix.float() if matrix.shape[0] <= matrix.shape[1] else matrix.float().T
-    x = x / (torch.linalg.matrix_norm(x) + 1e-7)
+    norms = torch.linalg.vector_norm(stack, dim=(1, 2), keepdim=True, dtype=torch.float32)
+    x = stack / (norms + 1e-7).to(stack.dtype)
     a, b, c = COEFFICIENTS
     for _ in range(ITERATIONS):
-        gram = x @ x.T
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x if matrix.shape[0] <= matrix.shape[1] else x.T
+        gram = torch.bmm(x, x.mT)
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x
+
+
+def choose_dtype(section: Optimizer, mixed_precision: str, device_type: str) -> Choice[str]:
+    """Return the type of Muon's products, fp32 or bf16, with the reason."""
+    if section.muon_dtype != "auto":
+        return Choice(section.muon_dtype, "as set")
+    if device_type == "cuda" and mixed_precision in ("bf16", "fp8"):
+        return Choice("bf16", f"mixed_precision is {mixed_precision}, which rounds the gradients as much")
+    return Choice("fp32", "bf16 would amplify the rounding of a sum over processes (1e-7) to 1e-3 of the update")
 
 
 def build_muon(groups: Groups, section: Optimizer, model: nn.Module, device: torch.device) -> Muon:

@@ -109,7 +109,7 @@ def describe_optimizer(optimizer: torch.optim.Optimizer, name: str) -> Choice[st
         who = "every process makes all matrices orthogonal"
         if optimizer.group is not None:
             who = f"each of {optimizer.group.size()} processes makes its share of the matrices orthogonal"
-        return Choice("muon", f"{where}; {who}, in fp32 (TF32 where precision.tf32 is on)")
+        return Choice("muon", f"{where}; {who}")
     kind = optimizer_kind(name)
     if kind.of_class and not kind.skips_alone:
         return Choice(name, f"{kind.note}; {BY_HOST}" if kind.note else BY_HOST)

@@ -19,6 +19,7 @@ from accel_train.parallel.dims import processes_on_machine
 from accel_train.parallel.strategy import MakeOptimizer, Strategy
 from accel_train.recipe.parallel import Parallel
 from accel_train.runtime.private import end_failed_backward
+from accel_train.runtime.process_group import gather_number
 
 
 class Reduction:
@@ -111,11 +112,23 @@ class Ddp(Strategy):
         # The wrapper costs 70 us per step, and hides a skipped step from the kernel.
         self.optimizer = prepared.optimizer
         self.note_gradients()
-        # Between machines, the gather (4 bytes per weight) may cost more than it saves.
-        on_one_machine = processes_on_machine(self.accelerator.num_processes) == self.accelerator.num_processes
-        if isinstance(self.optimizer, Muon) and isinstance(self.module, DistributedDataParallel) and on_one_machine:
-            self.optimizer.group = self.module.process_group
+        if isinstance(self.optimizer, Muon) and isinstance(self.module, DistributedDataParallel):
+            self.optimizer.group = self._on_machine(self.module.process_group)
         return None
+
+    def _on_machine(self, everybody: dist.ProcessGroup) -> dist.ProcessGroup | None:
+        """* Return the processes of this machine; None if it has one, or if machines have different numbers.
+
+        These share Muon's matrices. Between machines, gathering them may cost more than it saves. All machines must
+        divide them alike: matrices that are stacked with others are rounded differently.
+        """
+        size = processes_on_machine(everybody.size())
+        sizes = set(gather_number(size, self.accelerator.device))
+        if sizes == {everybody.size()}:
+            return everybody
+        if len(sizes) > 1 or size == 1:
+            return None
+        return dist.new_subgroups(size)[0]
 
     def look_for_unused(self) -> None:
         """* Make DDP look for parameters that take no part, in each step from now on."""

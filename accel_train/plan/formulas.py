@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from accel_train.model.fake_step import OF_FSDP2
 from accel_train.model.memory_estimate import MemoryPart
-from accel_train.model.weights import FP32_BYTES, ModelWeights, WeightGroup, in_rounds
+from accel_train.model.weights import FP32_BYTES, ModelWeights, WeightGroup, in_shares
 from accel_train.parallel.zero import BUCKET_ELEMENTS
 from accel_train.plan.place import Layout
 from accel_train.plan.traffic import Collective, Kind, Phase, Ring, backward_order
@@ -92,23 +92,26 @@ def _fsdp2_memory(
     yield from (whole[name] for name in OF_FSDP2 if name in whole)
 
 
-def matrix_collectives(layout: Layout, weights: ModelWeights) -> Iterator[Collective]:
-    """Yield Muon's collectives. In each round, every process orthogonalizes one matrix.
+def matrix_collectives(layout: Layout, weights: ModelWeights, dtype: str) -> Iterator[Collective]:
+    """Yield Muon's collectives. In each stage, every process orthogonalizes its share of the matrices, in `dtype`.
 
     For sharded matrices, one all-to-all sends the parts to that process and another one returns the results. For whole
-    matrices (DDP on one machine), an all-gather shares the results. None of these collectives overlaps with computing.
+    matrices (DDP), an all-gather among the processes of a machine shares the results. None of these collectives
+    overlaps with computing.
     """
     parts = layout.shard_size * layout.tp_size
-    sharing = layout.world_size if layout.strategy.name == "ddp" and layout.num_nodes == 1 else parts
+    kind: Kind = "all-to-all" if parts > 1 else "all-gather"
+    sharing = layout.gpus_per_node if layout.strategy.name == "ddp" else parts
     matrices = [each for block in weights.blocks for each in block.weights if each.trainable and each.row_numel > 1]
-    costs = [each.numel * min(each.num_rows, each.row_numel) for each in matrices]
+    # Most matrices are split.
+    shapes = [(each.num_rows * layout.tp_size, each.row_numel) for each in matrices]
     ring = Ring(sharing, 1, layout.gpus_per_node)
-    for some in in_rounds(matrices, costs, sharing) if sharing > 1 else ():
-        numels = [each.numel for each in some]
-        kind: Kind = "all-to-all" if parts > 1 else "all-gather"
-        num_bytes = FP32_BYTES * (sum(numels) // layout.shard_size if parts > 1 else sharing * max(numels))
+    for shares in in_shares(matrices, shapes, sharing) if sharing > 1 else ():
+        numels = [sum(each.numel for each in share) for share in shares]
+        numel = sum(numels) // layout.shard_size if parts > 1 else sharing * max(numels)
+        num_bytes = FP32_BYTES * numel // (2 if dtype == "bf16" else 1)
         for _ in range(2 if parts > 1 else 1):
-            yield Collective(kind, num_bytes, ring, "backward", True, False, "updates of matrices, fp32")
+            yield Collective(kind, num_bytes, ring, "backward", True, False, f"updates of matrices, {dtype}")
 
 
 def _fsdp2_collectives(

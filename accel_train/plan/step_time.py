@@ -20,6 +20,7 @@ from accel_train.core.hardware import (
 from accel_train.core.state import Choice
 from accel_train.model.memory_estimate import num_moments
 from accel_train.model.weights import ModelWeights
+from accel_train.optim.muon import choose_dtype
 from accel_train.plan.formulas import collectives, matrix_collectives
 from accel_train.plan.place import Layout, Place
 from accel_train.plan.saving import SaveInterval, save_interval, saving_cost
@@ -162,7 +163,8 @@ def estimate_scale(
         ValueError: the interconnect is unknown, or --mfu or --mtbf is out of range.
     """
     layout = place.layout
-    of_matrices = matrix_collectives(layout, weights) if recipe.optimizer.name == "muon" else ()
+    dtype = choose_dtype(recipe.optimizer, place.precision.value, place.device_type).value
+    of_matrices = matrix_collectives(layout, weights, dtype) if recipe.optimizer.name == "muon" else ()
     found = (*collectives(layout, weights, place.compute_bytes), *others, *of_matrices)
     found_gpu, mfu = find_gpu(place.device), choose_mfu(recipe, place.hardware.mfu)
     gpu = found_gpu if found_gpu is not None and found_gpu.memory_gib else None

@@ -39,6 +39,7 @@ from accel_train.model.memory_estimate import build_without_weights
 from accel_train.model.pretrained import check_plain_weights
 from accel_train.model.tensors import FileTensor, StandIns, packed, split_state, without_values
 from accel_train.model.training_module import TrainingModule
+from accel_train.optim.muon import Muon, orthogonalise
 from accel_train.optim.optimizers import build_optimizer, describe_optimizer, name_parameters
 from accel_train.optim.schedule import make_schedule
 from accel_train.parallel.building import Builders, Source, Unread, empty_until_restored, read_layer
@@ -301,6 +302,13 @@ def wrap_model(plan: RunPlan, strategy: Strategy, inner: TrainingModule, graphs:
         choices["parallel.wrapped"] = wrapped
     if own is None and (chosen := describe_optimizer(strategy.optimizer, recipe.optimizer.name)) is not None:
         choices["optimizer"] = chosen
+    if isinstance(muon := strategy.optimizer, Muon) and recipe.optimizer.name == "muon":
+        if plan.choices["optimizer.muon_dtype"].value == "bf16":
+            muon.dtype = torch.bfloat16
+        # A CPU compiles for longer than it saves. The backends for debugging are for the model.
+        compiles = recipe.precision.compile is not False and recipe.precision.compile_backend == "inductor"
+        if compiles and accelerator.device.type == "cuda":
+            muon.orthogonalise = torch.compile(orthogonalise)
     strategy.make_average(recipe.optimizer.ema_decay)
     return plan.with_choices(choices)
 

@@ -27,6 +27,7 @@ from accel_train.model.kernels.frozen import choose_frozen_dtype
 from accel_train.observe.goodput import LaunchClock
 from accel_train.observe.run_folder import SUMMARY_FILE
 from accel_train.optim.custom import try_custom
+from accel_train.optim.muon import choose_dtype
 from accel_train.parallel.compatibility import check_compatibility
 from accel_train.parallel.dims import across_machines, choose_sequences, processes_on_machine
 from accel_train.parallel.fsdp2 import allow_sharding
@@ -204,6 +205,8 @@ def open_processes(recipe: Recipe, task: Task) -> tuple[Strategy, BatchSizes, Ch
     }
     if (idle := idle_gpus(device, num_processes)) is not None:
         choices["gpus"] = idle
+    if recipe.optimizer.name == "muon":
+        choices["optimizer.muon_dtype"] = choose_dtype(recipe.optimizer, precision.value, device.type)
     if (kept := choose_frozen_dtype(recipe, precision.value, device.type)) is not None:
         choices["model.frozen_dtype"] = kept
     if section.strategy != "ddp":

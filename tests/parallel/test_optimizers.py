@@ -1,6 +1,7 @@
 """Optimizers of this package over several processes: the same losses, the same skipped steps, resumed to the bit."""
 
 import json
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -152,9 +153,12 @@ def test_each_sharded_matrix_is_made_orthogonal_by_one_process_alone_as_a_whole_
     forked = run_forked([str(copies)], processes, folder=tmp_path, program=Path(sharded_muon.__file__))
     forked.expect(0)
     made = [json.loads((tmp_path / f"rank-{rank}.out").read_text()) for rank in range(processes)]
-    assert sorted(shape for each in made for shape in each) == sorted(map(list, sharded_muon.SHAPES * copies))
-    fewest, most = (pick(map(len, made)) for pick in (min, max))
+    matrices = [[shape for count, *shape in each for _ in range(count)] for each in made]
+    assert sorted(chain(*matrices)) == sorted([min(shape), max(shape)] for shape in sharded_muon.SHAPES * copies)
+    fewest, most = (pick(map(len, matrices)) for pick in (min, max))
     assert most - fewest <= 1
+    # Each process stacks what it has of one shape.
+    assert all(len({tuple(shape) for _, *shape in each}) == len(each) for each in made)
 
 
 @pytest.mark.parametrize("processes", [2, 4])

@@ -101,10 +101,15 @@ def test_processes_fill_their_nodes_unless_it_is_said_otherwise() -> None:
     assert choose_layout(Parallel(), 64, "cuda", 4).num_nodes == 16
 
 
-def test_muon_shares_its_matrices_among_processes_of_one_machine_alone() -> None:
-    for size, purposes in ((8, ["updates of matrices, fp32"]), (16, [])):
-        traffic = plan("--optimizer.name", "muon", world_size=size).scale.traffic
-        assert [each.purpose for each in traffic if each.kind == "all-gather"] == purposes
+def test_muon_shares_its_matrices_among_the_processes_of_each_machine() -> None:
+    found = []
+    for size, *flags in ((8,), (16,), (8, "--optimizer.muon_dtype", "fp32"), (8, "--precision.mixed_precision", "no")):
+        traffic = plan("--optimizer.name", "muon", *flags, world_size=size).scale.traffic
+        found += [(each.purpose, each.payload_bytes) for each in traffic if each.kind == "all-gather"]
+    narrow, wide = (f"updates of matrices, {dtype}" for dtype in ("bf16", "fp32"))
+    assert [purpose for purpose, _ in found] == [narrow, narrow, wide, wide]
+    # Two blocks of 64 x 192, 64 x 64, and two of 64 x 256: each of 8 processes has one matrix.
+    assert [num_bytes for _, num_bytes in found] == [8 * 64 * 256 * size for size in (2, 2, 4, 4)]
 
 
 def test_memory_of_a_shard_is_a_part_of_the_whole_and_what_is_gathered() -> None:
