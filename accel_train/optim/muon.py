@@ -43,7 +43,7 @@ class Muon(SkippableOptimizer):
     group: dist.ProcessGroup | None = None
     """Processes that share the matrices; None if each process orthogonalizes all of them."""
     dtype = torch.float32
-    """Type of U and O, and of the products."""
+    """Type of O, and of the products."""
 
     def __init__(self, groups: Groups, *, lr: float, momentum: float, **adamw: Any) -> None:
         rest = [group for group in groups if not group["is_matrix"]]
@@ -93,7 +93,7 @@ class Muon(SkippableOptimizer):
     def _updates(self, share: Sequence[Matrix]) -> list[Tensor]:
         """Return U of some matrices from the new M. After a skipped step, M is the old one, and U is discarded."""
         return [
-            torch.lerp(gradient, self.state_of(parameter, "momentum_buffer"), group["momentum"]).to(self.dtype)
+            torch.lerp(gradient, self.state_of(parameter, "momentum_buffer"), group["momentum"])
             for parameter, gradient, group in share
         ]
 
@@ -103,7 +103,7 @@ class Muon(SkippableOptimizer):
         found = list(matrices)
         for shape in {each.shape for each in wide}:
             numbers = [number for number, each in enumerate(wide) if each.shape == shape]
-            stack = self.orthogonalise(torch.stack([wide[number] for number in numbers]))
+            stack = self.orthogonalise(torch.stack([wide[number] for number in numbers]).to(self.dtype))
             for number, made in zip(numbers, stack, strict=True):
                 found[number] = made if made.shape == matrices[number].shape else made.T
         return found
@@ -132,11 +132,11 @@ class Muon(SkippableOptimizer):
         """
         assert self.group is not None
         own = sharded[self.group.rank()]
-        whole = [parts[0][0].new_empty(each.shape) for each in own]
+        whole = [parts[0][0].new_empty(each.shape, dtype=self.dtype) for each in own]
         views = cut(whole, own, self.group)
-        for view, part in zip(chain(*views), exchange(parts, views, self.group), strict=True):
+        for view, part in zip(chain(*views), exchange(parts, views, self.group, self.dtype), strict=True):
             view.copy_(part)
-        return exchange(cut(self._make_orthogonal(whole), own, self.group), parts, self.group)
+        return exchange(cut(self._make_orthogonal(whole), own, self.group), parts, self.group, self.dtype)
 
 
 def total(tensors: Iterable[Tensor]) -> int:
@@ -157,15 +157,15 @@ def cut(matrices: Sequence[Tensor], sharded: Sequence[DTensor], group: dist.Proc
 
 
 def exchange(
-    sent: Sequence[Sequence[Tensor]], like: Sequence[Sequence[Tensor]], group: dist.ProcessGroup
+    sent: Sequence[Sequence[Tensor]], like: Sequence[Sequence[Tensor]], group: dist.ProcessGroup, dtype: torch.dtype
 ) -> list[Tensor]:
-    """* Send the n-th tensors to the n-th process; return those of all processes, in order: one all-to-all.
+    """* Send the n-th tensors to the n-th process; return those of all processes in order, in `dtype`: one all-to-all.
 
     The n-th process sends tensors of the shapes of the n-th in `like`.
     """
     given, taken = [*chain(*sent)], [*chain(*like)]
-    found = (given or taken)[0].new_empty(total(taken))
-    values = torch.cat([found[:0], *map(torch.flatten, given)])
+    found = (given or taken)[0].new_empty(total(taken), dtype=dtype)
+    values = torch.cat([found[:0], *map(torch.flatten, given)]).to(dtype)
     dist.all_to_all_single(found, values, [*map(total, like)], [*map(total, sent)], group)
     return pieces(found, taken)
 

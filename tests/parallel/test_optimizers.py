@@ -13,8 +13,8 @@ from tests.parallel.conftest import assert_skipped_to_the_bit, nan_at
 from tests.support.comparisons import Train, assert_same_bits, assert_same_run, tensors
 from tests.support.marks import slow
 from tests.support.processes import run_forked
-from tests.support.programs import sharded_muon, sharded_update
-from tests.support.runs import LLAMA, Settings, forget, losses, model_of, steps_of, write_recipe_file
+from tests.support.programs import sharded_muon, sharded_update, two_machines
+from tests.support.runs import LLAMA, Settings, forget, losses, model_of, steps_of, write_corpus, write_recipe_file
 
 FSDP2 = {"strategy": "fsdp2"}
 BY_HOST = ("adamw_8bit", "schedule_free_adamw", "tests.support.optimizers:Momentum")
@@ -93,6 +93,38 @@ def test_losses_are_those_of_one_process_and_resumed_it_is_the_same_run_to_the_b
     assert ("8 matrices of" in said or "14 matrices of" in said) == (name == "muon")
     if processes == 2 and "tp_size" not in parallel:
         assert_resumed_to_the_bit(train, run, processes, {**text, "parallel": parallel})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("processes", "parallel"), [(2, {}), (2, FSDP2), (4, {**FSDP2, "dp_shard_size": 2})])
+def test_muon_in_bf16_is_near_one_process_and_resumed_it_is_the_same_run_to_the_bit(
+    train: Train, processes: int, parallel: Settings
+) -> None:
+    text = {**TEXT, **sections("muon")}
+    wide = train("fp32", 1, **text)
+    text["optimizer"]["muon_dtype"] = "bf16"
+    alone, run = train("one", 1, **text), train("run", processes, parallel=parallel, **text)
+    assert_same_run(run, alone, 1e-3)
+    assert_same_run(alone, wide, 1e-2)
+    assert losses(alone) != losses(wide)
+    assert "optimizer.muon_dtype" in (run.parent / "processes" / "rank-0.out").read_text()
+    assert_resumed_to_the_bit(train, run, processes, {**text, "parallel": parallel})
+
+
+@pytest.mark.slow
+def test_each_machine_divides_muons_matrices_among_its_own_processes(train: Train, tmp_path: Path) -> None:
+    """Four processes that believe to be on two machines. The guard compares their weights."""
+    text = {**TEXT, **sections("muon"), "guard": {"drift_check_steps": 1}}
+    alone, run = train("one", 1, **text), tmp_path / "two" / "run"
+    run.parent.mkdir()
+    write_corpus(run.parent)
+    recipe = write_recipe_file(run.parent, **text)
+    forked = run_forked(
+        ["run", "--verbose", str(recipe)], 4, folder=run.parent / "processes", program=Path(two_machines.__file__)
+    )
+    forked.expect(0)
+    assert_same_run(run, alone, 1e-5)
+    assert "each of 2 processes" in (run.parent / "processes" / "rank-0.out").read_text()
 
 
 @pytest.mark.slow
