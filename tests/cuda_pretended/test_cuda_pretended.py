@@ -72,7 +72,7 @@ TASKS: dict[str, dict[str, Any]] = {
 CASES = (
     "1 ddp bf16", "1 ddp fp16 chunked accumulation", "1 ddp no ema llama", "1 ddp bf16 muon", "1 ddp bf16 lora llama",
     "8 ddp bf16", "8 ddp fp16 chunked accumulation", "8 ddp bf16 muon", "8 ddp bf16 lora", "64 ddp no ema",
-    "1024 ddp bf16 llama",
+    "64 ddp bf16 muon", "1024 ddp bf16 llama",
     "8 fsdp2 bf16", "8 fsdp2 fp16 chunked accumulation", "8 fsdp2 bf16 muon", "8 fsdp2 no ema llama",
     "8 fsdp2 bf16 checkpointed llama", "8 fsdp2 fp16 chunked llama accumulation", "8 fsdp2 bf16 lora llama",
     "8 fsdp2 bf16 unused llama accumulation", "64 fsdp2 bf16 lora",
