@@ -86,6 +86,7 @@ def planned_rows() -> Iterator[dict[str, Any]]:
     yield from (row("llama-long", setting, compiled=False) for setting in ("document masks", "dense document masks"))
     yield row("llama-long", "document masks")
     yield row("llama-1.4B", "checkpoints", compiled=False)
+    yield from (row("124M", setting) for setting in ("Muon", "Muon, fp32 products"))
     yield {"row": "tests"}
     yield from (row("124M", variant=variant, compiled=False) for variant in TRAINERS)
 

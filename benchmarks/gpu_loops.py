@@ -69,6 +69,8 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
         "precision": {"compile": "model", "compile_mode": "reduce-overhead"},
         "loss": {"chunked": False},
     },
+    "Muon": {"optimizer": {"name": "muon"}},
+    "Muon, fp32 products": {"optimizer": {"name": "muon", "muon_dtype": "fp32"}},
     "float8": {"precision": {"mixed_precision": "fp8"}},
     "LoRA": {"model": {"lora": {"rank": 16}}},
     "LoRA, 4-bit base": {"model": {"lora": {"rank": 16}, "frozen_dtype": "nf4"}},
@@ -77,7 +79,15 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "checkpoints": {"checkpoint": {"every_steps": 40, "keep": 1}},
 }
 """What accel_train trains beside the plain run of each loop, and what is set for it."""
-OTHER_WORK = {"float8", "LoRA", "LoRA, 4-bit base", "document masks", "dense document masks"}
+OTHER_WORK = {
+    "Muon",
+    "Muon, fp32 products",
+    "float8",
+    "LoRA",
+    "LoRA, 4-bit base",
+    "document masks",
+    "dense document masks",
+}
 """Settings that do not multiply all weights in bf16, so that their rate is no MFU."""
 
 
