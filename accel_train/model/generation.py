@@ -1,6 +1,8 @@
 """Generate text with a causal language model."""
 
+import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from accel_train.data.text.template_trial import check_template
@@ -70,7 +72,10 @@ def generate_text(
     was_training, state = model.training, RandomState(device)
     model.eval()
     try:
-        with torch.no_grad():
+        # Each further token has a new shape, so compiled blocks would be compiled at every token. The compiler takes a
+        # second to import, and only a compiled model has imported it.
+        is_compiled = "torch._dynamo" in sys.modules
+        with torch.no_grad(), torch.compiler.set_stance("force_eager") if is_compiled else nullcontext():
             torch.manual_seed(seed)
             left = max_new_tokens
             while left > 0:

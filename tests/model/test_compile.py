@@ -393,3 +393,14 @@ def test_cuda_graphs_get_a_mark_at_each_step_and_no_smaller_micro_batch_after_ou
         train(tiny_recipe(corpus, precision=GRAPHS, options=options))
     assert len(marks) == 3
     assert list(losses(corpus / "run")) == [1, 2]
+
+
+def test_a_sample_text_of_a_compiled_run_makes_no_graphs(traced_only: None, own_cache: Path, tmp_path: Path) -> None:
+    compiled_run(tmp_path, evaluate={"at_start": False}, task="causal-lm", options={})
+    plain = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    sampled = {"at_start": False, "sample_prompt": "step", "sample_tokens": 5}
+    compiled_run(tmp_path, evaluate=sampled, task="causal-lm", options={}, output_dir=str(tmp_path / "other"))
+    assert summary_of(tmp_path / "other")["sample"]["prompt"] == "step"
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == plain
