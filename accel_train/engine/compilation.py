@@ -96,7 +96,7 @@ def choose_compile(
 def _obstacles(recipe: Recipe, task: Task, data: TaskData, sizes: BatchSizes, machine: Machine) -> Iterator[str]:
     """Yield why a run is not compiled, without looking at its model."""
     if machine.name == "cpu":
-        yield "it pays off on a GPU"
+        yield "its gain is known for NVIDIA GPUs"
     if recipe.task != "causal-lm":
         yield f"its gain was not measured for {recipe.task}"
     if machine.precision == "no":

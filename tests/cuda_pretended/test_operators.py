@@ -39,7 +39,7 @@ def expected(case: str, reductions: float, weights: int) -> dict[str, int]:
     # Forward: position numbers (2), two embeddings and their sum, the last norm. Backward: the norm, the sum over
     # samples of the positions' gradients, two embeddings, the sum of the gradients of the tied weights.
     model = 6 + 5
-    # The only chunk: logits, the gradients of hidden states and of weights, the sum of losses, added to the total. Once:
+    # The only chunk: logits, gradients of hidden states and of weights, the sum of losses, added to the total. Once:
     # two zeros, weights in bf16, the mask, hidden states in bf16 and masked, the mask of their gradient, the scale and
     # two products with it.
     loss = 5 + 10
