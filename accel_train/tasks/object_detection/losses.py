@@ -1,4 +1,4 @@
-"""The losses of transformers' detectors over the global batch, by their own matchers and criteria.
+"""The losses of transformers' detectors over the global batch, by the costs of their matchers and their criteria.
 
     loss = ce / W + boxes / max(B, 1) + (m x a / P + u x b / U) / (a + b),   a = sqrt(P / N), b = sqrt(U / N)
 
@@ -6,16 +6,23 @@ ce: weighted cross-entropy (softmax models). W: sum of its weights. boxes: all t
 of boxes. m, u: distillation of D-FINE over edges of matched and other queries. P and U: their numbers. N: number of
 images. All divisors are counts, known without a forward. So the sums (ce, boxes, m, u) of micro-batches add up, and
 losses and gradients do not depend on the number of processes or on accumulation.
+
+In transformers, the host waits for the device in each matching of a layer, and in each check and mask of a loss. Here
+it waits once, for the costs of all layers. The checks are left out, and nothing has a mask.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cached_property
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from scipy.optimize import linear_sum_assignment
 from torch import Tensor
+from torch.nn import functional
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.loss.loss_d_fine import DFineLoss, _set_aux_loss2
+from transformers.image_transforms import center_to_corners_format
+from transformers.loss.loss_d_fine import DFineLoss, _set_aux_loss2, weighting_function
 from transformers.loss.loss_deformable_detr import DeformableDetrHungarianMatcher, DeformableDetrImageLoss
 from transformers.loss.loss_for_object_detection import HungarianMatcher, ImageLoss, _set_aux_loss
 from transformers.loss.loss_rt_detr import RTDetrLoss
@@ -31,11 +38,11 @@ FOCAL = ("conditional_detr", "deformable_detr")
 REAL_TIME = ("d_fine", "rt_detr", "rt_detr_v2")
 _EDGES = 4
 _NUM_TERMS = 4
+_TEMPERATURE = 5
+"""Temperature of D-FINE's distillation."""
 
 Layer = dict[str, Tensor]
 """Outputs of a decoder layer, named as the criteria of transformers read them."""
-Targets = list[Layer]
-Indices = list[tuple[Tensor, Tensor]]
 
 
 class Counts(NamedTuple):
@@ -104,16 +111,25 @@ def watch(model: PreTrainedModel) -> None:
 
 def detection_terms(model: Any, batch: Batch) -> tuple[Any, Tensor]:
     """Return the outputs of a watched model, and the terms (4,) of its loss, fp32."""
-    labels = [
-        {"class_labels": ids[ids != IGNORED_LABEL], "boxes": boxes[ids != IGNORED_LABEL]}
-        for ids, boxes in zip(batch["class_ids"], batch["boxes"], strict=True)
-    ]
-    outputs = model(pixel_values=batch["pixel_values"], labels=labels)
+    outputs = model(pixel_values=batch["pixel_values"], labels=batch)
     return outputs, outputs.loss
 
 
+def overlaps(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+    """Return IoU and generalized IoU of boxes (..., 4), given as center x, center y, width, and height."""
+    starts, ends = zip(*(center_to_corners_format(each).split(2, -1) for each in (first, second)))
+
+    def area(start: Tensor, end: Tensor) -> Tensor:
+        width, height = (end - start).clamp(min=0).unbind(-1)
+        return width * height
+
+    common, hull = area(torch.max(*starts), torch.min(*ends)), area(torch.min(*starts), torch.max(*ends))
+    union = sum(map(area, starts, ends)) - common
+    return common / union, common / union - (hull - union) / hull
+
+
 class Terms:
-    """Loss function of a detector of transformers, without its divisions. Matching waits for the device."""
+    """Loss function of a detector of transformers, without its divisions. Matching waits for the device, once."""
 
     def __init__(self, config: PreTrainedConfig) -> None:
         self.config = config
@@ -130,7 +146,7 @@ class Terms:
     def __call__(
         self,
         logits: Tensor,
-        labels: Targets,
+        labels: Batch,
         device: torch.device,
         pred_boxes: Tensor,
         config: PreTrainedConfig,
@@ -146,12 +162,38 @@ class Terms:
                 {name: value if value.dtype == torch.float64 else value.float() for name, value in layer.items()}
                 for layer in layers
             ]
-            total = torch.stack([layer["logits"].sum() + layer["pred_boxes"].sum() for layer in layers]).sum()
-            # The matcher ends a run if a box is NaN. The guard decides instead: x - x is NaN if x is not finite.
-            if not torch.isfinite(total):
-                return (total - total).expand(_NUM_TERMS), None, None
-            terms = torch.stack([self._terms(layer, labels) for layer in layers]).sum(0)
-        return terms, None, None
+            # (L, N, Q, M). The host waits here, and nowhere else.
+            costs = torch.stack([self._costs(layer, labels) for layer in layers]).cpu()
+            sizes = costs[0, :, 0].isfinite().sum(1).tolist()
+            pairs = [
+                linear_sum_assignment(image[:, :size]) for layer in costs.numpy() for image, size in zip(layer, sizes)
+            ]
+            indices = torch.from_numpy(np.concatenate(pairs, 1))
+            if device.type == "cuda":
+                indices = indices.pin_memory()
+            # All layers have the same number of pairs.
+            matched = indices.to(device, non_blocking=True).tensor_split(len(layers), 1)
+            sizes = [len(queries) for queries, _ in pairs[: len(sizes)]]
+            terms = [self._terms(layer, own.split(sizes, 1), labels) for layer, own in zip(layers, matched)]
+        return torch.stack(terms).sum(0), None, None
+
+    @torch.no_grad()
+    def _costs(self, layer: Layer, batch: Batch) -> Tensor:
+        """Return the matcher's costs of each query and box, (N, Q, M), inf for missing boxes."""
+        matcher, ids, boxes = self.criterion.matcher, batch["class_ids"][:, None], batch["boxes"]
+        logits, found = layer["logits"], layer["pred_boxes"]
+        is_focal = getattr(matcher, "use_focal_loss", self.config.model_type in FOCAL)
+        of_class = logits.sigmoid() if is_focal else -logits.softmax(-1)
+        of_class = of_class.take_along_dim(ids.clamp(min=0), -1)
+        if is_focal:
+            alpha, gamma, no = getattr(matcher, "alpha", 0.25), getattr(matcher, "gamma", 2.0), 1 - of_class
+            of_others = (1 - alpha) * of_class**gamma * -(no + 1e-8).log()
+            of_class = alpha * no**gamma * -(of_class + 1e-8).log() - of_others
+        costs = matcher.bbox_cost * torch.cdist(found, boxes, p=1) + matcher.class_cost * of_class
+        costs -= matcher.giou_cost * overlaps(found[:, :, None], boxes[:, None])[1]
+        # Outputs that are not finite are matched last. Their loss is not finite either, and the guard decides.
+        worst = torch.finfo(costs.dtype).max
+        return costs.nan_to_num(worst, worst, worst).masked_fill(ids == IGNORED_LABEL, torch.inf)
 
     def _layers(
         self, logits: Tensor, boxes: Tensor, classes: Any, coords: Any, further: Mapping[str, Any]
@@ -173,49 +215,51 @@ class Terms:
         ]
         return [layer | {"pred_boxes": layer["pred_boxes"].clamp(min=0, max=1)} for layer in found]
 
-    def _terms(self, layer: Layer, targets: Targets) -> Tensor:
-        device = layer["logits"].device
-        indices = [(queries.to(device), boxes.to(device)) for queries, boxes in self.criterion.matcher(layer, targets)]
-        cross_entropy = by_boxes = torch.zeros((), device=device)
-        for name in self.criterion.losses:
-            if name in ("local", "cardinality"):
-                continue
-            for part, value in self.criterion.get_loss(name, layer, targets, indices, 1.0).items():
-                if part == "loss_ce" and self.config.model_type in SOFTMAX:
-                    matched = sum(len(queries) for queries, _ in indices)
-                    no_object = self.config.eos_coefficient * (layer["logits"].shape[:2].numel() - matched)
-                    cross_entropy = cross_entropy + value * self.weights[part] * (matched + no_object)
-                else:
-                    by_boxes = by_boxes + value * self.weights[part]
-        if "pred_corners" not in layer:
-            return torch.stack([cross_entropy, by_boxes, *by_boxes.new_zeros(2)])
-        fine, of_matched, of_others = self._local(layer, targets, indices)
-        return torch.stack([cross_entropy, by_boxes + fine, of_matched, of_others])
+    def _terms(self, layer: Layer, indices: tuple[Tensor, ...], batch: Batch) -> Tensor:
+        """Return the terms (4,) of a layer. indices: query and box of each pair, (2, K), for each image."""
+        targets = [
+            {"class_labels": ids, "boxes": boxes} for ids, boxes in zip(batch["class_ids"], batch["boxes"], strict=True)
+        ]
+        place = images, _ = self.criterion._get_source_permutation_idx(indices)
+        found, boxes = layer["pred_boxes"][place], batch["boxes"][images, torch.cat(indices, 1)[1]]
+        overlap, generalized = overlaps(found, boxes)
+        ((part, value),) = self.criterion.get_loss(self.criterion.losses[0], layer, targets, indices, 1.0).items()
+        value, nothing, is_softmax = value * self.weights[part], value.new_zeros(()), self.config.model_type in SOFTMAX
+        if is_softmax:
+            no_object = self.config.eos_coefficient * (layer["logits"].shape[:2].numel() - len(images))
+            value = value * (len(images) + no_object)
+        by_boxes = nothing if is_softmax else value
+        by_boxes = by_boxes + functional.l1_loss(found, boxes, reduction="sum") * self.weights["loss_bbox"]
+        by_boxes = by_boxes + (1 - generalized).sum() * self.weights["loss_giou"]
+        fine, *distilled = [nothing] * 3
+        if "pred_corners" in layer:
+            fine, *distilled = self._local(layer, place, boxes, overlap.detach())
+        return torch.stack([value if is_softmax else nothing, by_boxes + fine, *distilled])
 
-    def _local(self, layer: Layer, targets: Targets, indices: Indices) -> tuple[Tensor, Tensor, Tensor]:
+    def _local(self, layer: Layer, place: Any, boxes: Tensor, overlap: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the terms of D-FINE's edges: focal, and distillation summed over matched and over other queries.
 
-        transformers divides the distillation by the numbers of one batch. With queries of one kind, it is a mean.
+        transformers divides the distillation by the numbers of one batch.
         """
-        is_matched = torch.zeros(layer["logits"].shape[:2], dtype=torch.bool, device=layer["logits"].device)
-        place = self.criterion._get_source_permutation_idx(indices)
-        is_matched[place] = True
-        target = {
-            name: torch.cat([each[name][boxes] for each, (_, boxes) in zip(targets, indices, strict=True)])
-            for name in ("boxes", "class_labels")
-        }
-        order = torch.arange(len(target["boxes"]), device=is_matched.device)
-        fine, mean = self._local_of(lambda each: each[place], layer, [target], [(order, order)])
-        others = self._local_of(lambda each: each[~is_matched], layer, [target], [(order[:0], order[:0])])[1]
-        num_matched = len(order)
-        return fine, mean * (_EDGES * num_matched), others * (_EDGES * (is_matched.numel() - num_matched))
-
-    def _local_of(
-        self, chosen: Callable[[Tensor], Tensor], layer: Layer, targets: Targets, indices: Indices
-    ) -> tuple[Tensor, Tensor]:
-        part = {name: chosen(value)[None] for name, value in layer.items()}
-        found = self.criterion.get_loss("local", part, targets, indices, 1.0)
-        return found["loss_fgl"] * self.weights["loss_fgl"], found["loss_ddf"] * self.weights["loss_ddf"]
+        criterion, scale = self.criterion, self.criterion.reg_scale
+        corners, teacher = (layer[name].unflatten(-1, (_EDGES, -1)) for name in ("pred_corners", "teacher_corners"))
+        # Distances of the four edges from the point, in its size. `share` is the way from one bin to the next.
+        center, size = layer["ref_points"][place].detach().split(2, -1)
+        start, end = center_to_corners_format(boxes).split(2, -1)
+        distances = torch.cat([center - start, end - center], -1) / (size / scale + 1e-16).repeat(1, 2) - scale / 2
+        edges = weighting_function(criterion.max_num_bins, criterion.up, scale)
+        distances = distances.flatten().clamp(edges[0], edges[-1])
+        left = torch.bucketize(distances, edges[1:-1], right=True)
+        share = (distances - edges[left]) / (edges[left + 1] - edges[left])
+        fine = criterion.unimodal_distribution_focal_loss(
+            corners[place].flatten(0, 1), left, share, 1 - share, overlap.repeat_interleave(_EDGES)
+        )
+        corners, teacher = corners / _TEMPERATURE, teacher.detach() / _TEMPERATURE
+        far = functional.kl_div(corners.log_softmax(-1), teacher.softmax(-1), reduction="none").sum((-2, -1))
+        weights = layer["teacher_logits"].sigmoid().amax(-1).detach().index_put(place, overlap)
+        far = weights * far * (_TEMPERATURE**2 * self.weights["loss_ddf"])
+        others = far.index_put(place, far.new_zeros(()))
+        return fine * self.weights["loss_fgl"], far[place].sum(), others.sum()
 
 
 def _criterion(config: PreTrainedConfig) -> tuple[Any, dict[str, float]]:
