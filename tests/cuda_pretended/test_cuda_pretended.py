@@ -15,7 +15,7 @@ import torch
 from accel_train.plan.plan import resolve_plan
 from accel_train.recipe.schema import Recipe
 from tests.cuda_pretended import SMALL_BYTES
-from tests.support.detectors import YOLOS
+from tests.support.detectors import DETECTORS, YOLOS
 from tests.support.runs import recipe_dict, write_base, write_corpus, write_jsonl
 from tests.support.text_tasks import BERT, SEGFORMER
 
@@ -23,6 +23,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("without_cuda")]
 HERE, ROOT = Path(__file__).parent, Path(__file__).parents[2]
 LENGTH, SAMPLES = 512, 4
 """Tokens of a sample, and samples of a micro-batch."""
+STEADY_STEPS = 2
+"""Steps in which waits are counted."""
 GPT2 = {"model_type": "gpt2", "n_layer": 3, "n_embd": 768, "n_head": 12, "n_positions": LENGTH, "vocab_size": 50304,
         "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}  # fmt: skip
 LLAMA = {"model_type": "llama", "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 3,
@@ -95,7 +97,8 @@ IN_ORDER = (
 WAITING = {"offload": {"update.py", "private.py"}, "detection": {"losses.py"}, "embedding": {"losses.py"}}
 """Files of waits. An offload waits for the norm of gradients on the host, and for torch's copies with accumulation.
 
-Detection waits for the boxes of each image and its matching, embeddings for the numbers of texts of other processes.
+Detection waits once in a micro-batch, for the costs of its matching. Embeddings wait for the numbers of texts of other
+processes.
 """
 NOT_ALLOCATED_BY_TORCH = ("CUDA context", "NCCL buffers", "fragmentation")
 HIDING = ("ACCELERATE_USE_CPU", "CUDA_VISIBLE_DEVICES")
@@ -211,11 +214,44 @@ def test_a_step_waits_for_nothing_is_what_its_plan_says_and_calls_what_all_proce
         sizes = {part.name: part.num_bytes or 0 for part in plan.memory}
         expected = sum(sizes.values()) - sum(sizes.get(name, 0) for name in NOT_ALLOCATED_BY_TORCH)
         if "detection" in case:
+            assert sum(seen["waits"].values()) == STEADY_STEPS * (1 + ("accumulation" in case)), seen["waits"]
             # A plan leaves out the images of this step and of the next.
             expected += 2 * (1 + ("accumulation" in case)) * SAMPLES * 3 * 128 * 128 * 4
         assert seen["peak_bytes"] == pytest.approx(expected, rel=0.03), (case, sizes)
         assert seen.get("difference", "") == "", case
         assert ("difference" in seen) == (case in IN_ORDER)
+
+
+def test_a_detector_waits_once_for_its_loss_whatever_its_layers_and_images_and_has_the_memory_of_its_plan(
+    driver: Driver,
+) -> None:
+    """The forwards of transformers read checks of their own: one in each layer of DETR's encoder, for example."""
+    cases, size = {}, 256
+    for name, config in DETECTORS.items():
+        if name == "yolos":
+            config = {**config, "image_size": [size, size]}
+        for images in (2, SAMPLES):
+            case = f"{name}, {images} images"
+            _, recipe = recipe_of("1 ddp bf16 detection", driver.folder, model={"config": config})
+            batch = {"global_batch_size": images, "per_device_batch_size": images}
+            data = {**recipe["data"], "image_size": size}
+            cases[case] = 1, {**recipe, "batch": batch, "data": data, "output_dir": str(driver.folder / case)}
+    source = (ROOT / "accel_train/tasks/object_detection/losses.py").read_text().splitlines()
+    forward = next(number for number, line in enumerate(source, 1) if " = model(" in line)
+    for case, seen in driver.run(cases, ()).items():
+        assert "error" not in seen, f"{case}: {seen['error']}"
+        own = {wait: count for wait, count in seen["waits"].items() if f": losses.py:{forward} < " not in wait}
+        assert list(own.values()) == [STEADY_STEPS], (case, own)
+        assert next(iter(own)).startswith("copy to the host: losses.py:")
+        assert seen["waits"] == own or not case.startswith("yolos"), seen["waits"]
+        images = int(case.split()[-2])
+        memory = resolve_plan(Recipe.model_validate(cases[case][1]), 1, gpu="H100").memory
+        parts = [part.num_bytes for part in memory if part.name not in NOT_ALLOCATED_BY_TORCH]
+        # A plan leaves out the images of this step and of the next.
+        expected = sum(each or 0 for each in parts) + 2 * images * 3 * size * size * 4
+        assert None not in parts, case
+        # Torch rounds each tensor up, which counts if images are few.
+        assert images < SAMPLES or seen["peak_bytes"] == pytest.approx(expected, rel=0.03), case
 
 
 def line_in(text: str) -> int:
