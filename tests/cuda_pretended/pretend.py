@@ -2,8 +2,7 @@
 
 CPU tensors stay real, so data, schedules, and files are what they are in any run. A `TorchDispatchMode` sees every
 operator. It gives those with cuda tensors to torch's fake tensors. It counts collectives, live bytes, and each time
-the host would wait for the device. A cuda number that the host reads is 0, and a boolean is True, because models read
-whether a check holds. `guard.cpp` must be loaded (LD_PRELOAD).
+the host would wait for the device. A cuda value that the host reads is 0. `guard.cpp` must be loaded (LD_PRELOAD).
 """
 
 import os
@@ -136,7 +135,7 @@ class Pretend(TorchDispatchMode):
             waits = not (args[2] if len(args) > 2 else kwargs.get("non_blocking"))
         if name is aten._local_scalar_dense:
             self.wait("item")
-            return True if args[0].dtype is torch.bool else 0.0 if args[0].is_floating_point() else 0
+            return False if args[0].dtype is torch.bool else 0.0 if args[0].is_floating_point() else 0
         if name is aten.equal:
             self.wait("equal")
             return True
