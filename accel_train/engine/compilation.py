@@ -16,7 +16,6 @@ from accel_train.data.batch_sizes import BatchSizes
 from accel_train.engine.resolve import change_model
 from accel_train.model.compile import repeated_blocks
 from accel_train.model.fake_step import Holding, vocabulary_rows
-from accel_train.model.kernels.attention import CAUSAL_SDPA
 from accel_train.model.memory_estimate import build_without_weights, estimate_memory, largest_samples
 from accel_train.parallel.compatibility import check_compatibility
 from accel_train.recipe.schema import Recipe
@@ -68,6 +67,9 @@ def choose_compile(
     """
     for problem in _obstacles(recipe, task, data, sizes, machine):
         return Choice(False, problem)
+    # Importing transformers' masks takes a second.
+    from accel_train.model.kernels.attention import CAUSAL_SDPA
+
     model = build_without_weights(recipe, task, data)
     config = getattr(model, "config", None)
     if getattr(config, "_attn_implementation", None) != CAUSAL_SDPA:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._pytree import tree_map_only
 
-from accel_train.model.kernels import attention, chunked_loss, documents
+from accel_train.model.kernels import chunked_loss
 from accel_train.model.tensors import FINITE, replaced, tensors_in
 from accel_train.model.training_module import checked_loss
 from accel_train.model.weights import FP32_BYTES, fp32_weights, group_weights, parameter_groups
@@ -330,6 +330,9 @@ def _like_a_run(like_cuda: bool, split_size: int) -> dict[tuple[Any, str], Calla
         found[functional, "grouped_mm"] = _grouped(functional.grouped_mm)
     if not like_cuda:
         return found
+    # Importing transformers' masks takes a second, and only a plan simulates a GPU.
+    from accel_train.model.kernels import attention, documents
+
     attention_of_cpu = functional.scaled_dot_product_attention
 
     def attend(*args: Any, **kwargs: Any) -> Tensor:
