@@ -125,8 +125,9 @@ def spare_bytes(recipe: Recipe, task: Task, data: TaskData, sizes: BatchSizes, m
 
     It is 0 for an eager loss, and where a step is not known to fit.
     """
-    section = recipe.precision
-    if not (section.compiles and section.compile_backend == "inductor" and machine.num_bytes):
+    section, is_in_chunks = recipe.precision, recipe.task == "causal-lm" and recipe.loss.chunked is not False
+    is_fused = section.compiles and section.compile_backend == "inductor"
+    if not (is_in_chunks and is_fused and machine.num_bytes):
         return 0
     model: nn.Module = change_model(recipe, task, build_without_weights(recipe, task, data)).model
     micro_batch = data.collate(largest_samples(data, recipe.seed, sizes.per_device_batch_size))

@@ -306,7 +306,7 @@ def wrap_model(plan: RunPlan, strategy: Strategy, inner: TrainingModule, graphs:
         if plan.choices["optimizer.muon_dtype"].value == "bf16":
             muon.dtype = torch.bfloat16
         # A CPU compiles for longer than it saves. The backends for debugging are for the model.
-        compiles = recipe.precision.compile is not False and recipe.precision.compile_backend == "inductor"
+        compiles = recipe.precision.compiles and recipe.precision.compile_backend == "inductor"
         if compiles and accelerator.device.type == "cuda":
             muon.orthogonalise = torch.compile(orthogonalise)
     strategy.make_average(recipe.optimizer.ema_decay)

@@ -193,3 +193,16 @@ def test_a_loss_in_chunks_takes_the_memory_that_a_step_leaves_free(tmp_path: Pat
 def test_an_eager_loss_and_a_full_device_keep_small_chunks(tmp_path: Path, changes: Settings, machine: Machine) -> None:
     recipe, task, data = planned(tmp_path, **changes)
     assert spare_bytes(recipe, task, data, resolve_batch(recipe.batch, 1), machine) == 0
+
+
+def test_the_model_of_a_program_is_not_built_a_second_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe, task, data = planned(tmp_path, precision={"compile": True})
+    recipe = recipe.model_copy(update={"task": "my_package:MyTask"})
+
+    def fail(*_: Any) -> Any:
+        raise AssertionError("built")
+
+    monkeypatch.setattr(task, "build_model", fail)
+    sizes = resolve_batch(recipe.batch, 1)
+    assert spare_bytes(recipe, task, data, sizes, H100) == 0
+    assert choose_compile(recipe, task, data, sizes, 200_000, H100).value is False
