@@ -275,4 +275,5 @@ def search(trials: Trials, share: int, device_bytes: int) -> Choice[int]:
             raise
     rest = "they leave" if size == share else f"{sizes[sizes.index(size) + 1]} would leave less than"
     free = f"{headroom:.0%} of {device_bytes / 2**30:.1f} GiB free"
-    return Choice(size, f"measured on {device_name(trials.accelerator.device)}: {rest} {free}")
+    eager = ", in eager code, which takes more than compiled code" if trials.recipe.precision.compiles else ""
+    return Choice(size, f"measured on {device_name(trials.accelerator.device)}{eager}: {rest} {free}")

@@ -14,6 +14,7 @@ from accel_train.engine.compilation import Machine, choose_compile, spare_bytes,
 from accel_train.engine.resolve import change_model, check_recipe, resolve_run
 from accel_train.model.fake_step import Holding, vocabulary_rows
 from accel_train.model.kernels import attention
+from accel_train.model.kernels.activations import slow_on_cpu
 from accel_train.model.kernels.frozen import choose_frozen_dtype, keep_frozen
 from accel_train.model.kernels.nf4 import NF4_BYTES
 from accel_train.model.memory_estimate import (
@@ -205,7 +206,7 @@ def resolve_plan(
         num_checkpoints=most_checkpoints(recipe, data.eval is not None),
         peak_flops=place.peak_flops,
         scale=scale,
-        notes=tuple(_notes(recipe, data, gpu, sizes, place)),
+        notes=(*_notes(recipe, data, gpu, sizes, place), *filter(None, [model.slow_part])),
         reads_data=not no_data,
     )
 
@@ -227,6 +228,8 @@ class _Model:
     checkpoint_bytes: int
     memory: Sequence[MemoryPart]
     """Memory parts of a process that holds the whole model."""
+    slow_part: str | None
+    """The activation that another one replaces in less time, or None."""
     others: Sequence[Collective]
     """Collectives of split layers, of split sequences, and of buffers."""
 
@@ -272,7 +275,8 @@ def _look_at_model(recipe: Recipe, task: Task, data: TaskData, sizes: BatchSizes
         model, place.layout, num_positions, place.compute_bytes, checkpointed=checkpointed, chunked=chunked
     )
     others += buffer_collectives(model, place.layout)
-    return _Model(weights, choices, held, vocabulary, flops, num_targets, checkpoint_bytes, memory, others)
+    slow_part = slow_on_cpu(model) if place.device_type == "cpu" and recipe.model.pretrained is None else None
+    return _Model(weights, choices, held, vocabulary, flops, num_targets, checkpoint_bytes, memory, slow_part, others)
 
 
 def _holding(model: nn.Module, layout: Layout, *, accumulates: bool, chunked: bool) -> Holding:

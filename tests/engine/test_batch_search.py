@@ -161,6 +161,12 @@ def test_sizes_are_tried_from_the_largest_down_and_a_single_sample_is_not(
     assert_golden(answer.reason)
 
 
+def test_the_search_says_that_it_measures_eager_code(recipe: Recipe) -> None:
+    compiled = recipe.model_copy(update={"precision": recipe.precision.model_copy(update={"compile": "blocks"})})
+    answer = search(trials_of(compiled, Sums(8), num_samples=8), 8, device_bytes=2**20)
+    assert_golden(answer.reason)
+
+
 def test_nothing_is_tried_where_gradients_and_headroom_do_not_fit(recipe: Recipe) -> None:
     task = Sums()
     answer = search(trials_of(recipe, task), 8, device_bytes=2**62)

@@ -147,11 +147,17 @@ def test_muon_keeps_a_number_for_each_weight_of_a_matrix_in_a_block_and_two_for_
 def test_an_optimizer_that_the_host_steps_says_what_that_costs(without_cuda: None) -> None:
     constant = ("--schedule.type", "constant", "--schedule.warmup_steps", "0")
     assert_golden("\n".join(plan("--optimizer.name", "schedule_free_adamw", *constant).notes), "schedule_free_adamw")
-    assert plan("--optimizer.name", "adafactor", *constant).notes == ()
+    assert plan("--optimizer.name", "adafactor", *constant).notes == plan().notes
     unknown = next(part for part in plan("--optimizer.name", "torch.optim:NAdam").memory if part.name == "optimizer")
     assert unknown.kind == "estimate"
     assert_golden(unknown.how, "NAdam")
     refused_under_fsdp2("adafactor")
+
+
+def test_a_new_model_on_a_cpu_is_told_what_its_activation_costs(without_cuda: None) -> None:
+    assert_golden("\n".join(plan().notes))
+    exact = plan("--model.config.activation_function", "gelu")
+    assert exact.notes == plan(gpu="H100").notes == ()
 
 
 def refused_under_fsdp2(optimizer: str) -> None:
