@@ -161,6 +161,10 @@ class TaskData:
     process's micro-batches of each step with their number of targets. `train` is then used only for its length. The
     function must find the position for a resume.
     """
+    samples_of: "Sequence[NDArray[np.int64] | range]" = ()
+    """Numbers of the training samples of each source in `data.train`, in its order. Weighted sources need them, or
+    `where`.
+    """
     where: "Callable[[int], str] | None" = None
     """Function that names the source of a training sample: its file, or file and row."""
     large_files: Mapping[Path, str] = field(default_factory=dict)
@@ -224,6 +228,10 @@ class Task(ABC):
     """Loss over the global batch. None for a loss that is a sum over samples."""
     counted: "Counted | None" = None
     """Numbers that `loss_sum` counts in a step in addition to the loss."""
+    counts_sources: ClassVar[bool] = False
+    """Whether `loss_sum` adds the losses of the sources of a mixture, and their numbers of targets, to `counted`. A
+    batch then has `sources`: the number of the source of each label.
+    """
     loss_is_per_batch: bool | None = None
     """Whether a loss that is not a mean over samples is accepted. None: the loss is a sum by construction, and is not
     tried before the first step.

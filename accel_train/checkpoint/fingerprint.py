@@ -28,6 +28,7 @@ from accel_train.recipe.yaml_core import show
 from accel_train.task import TaskData
 
 FOLLOWS_FROM = {
+    "data.mixture": ("data.train",),
     "data.fingerprint": ("data.train", "data.eval", "data.eval_fraction", "tokenizer"),
     "data.preprocessing": ("model.pretrained", "data.image_size", "data.image_mean", "data.image_std"),
     "batch.global_batch_size": ("batch.per_device_batch_size", "batch.gradient_accumulation_steps"),
@@ -77,6 +78,8 @@ _OF_EVALUATION = (
     *("data.preprocessing", "data.ignore_index", "data.mlm_probability"),
 )
 """Beginnings of the names in a fingerprint that must match for the metrics of two evaluations to be comparable."""
+MIXTURE = "data.mixture"
+"""Name of the weights of the sources. They must stay the same up to the step of the checkpoint."""
 INPUTS = "inputs."
 """Prefix of the names of digests of code and data (`TaskData.inputs`)."""
 
@@ -99,9 +102,11 @@ class Change(NamedTuple):
 
 def run_identity(recipe: Recipe, data: TaskData, sizes: BatchSizes, steps: StepPlan) -> JsonRecord:
     """Return the fingerprint of a run as plain JSON values. A checkpoint resumes only if fingerprints are equal."""
+    mixture = recipe.data.mixture
     identity = {
         **{name: _dump(value_of(recipe, name), NOT_OF_RUN.get(name)) for name in IDENTITY if _has(recipe, name)},
         "data.fingerprint": data.fingerprint,
+        **({MIXTURE: [{"weight": each.weights, "max_epochs": each.max_epochs} for each in mixture]} if mixture else {}),
         **data.settings,
         "batch.global_batch_size": sizes.global_batch_size,
         "schedule.max_steps": steps.max_steps,
@@ -211,6 +216,15 @@ def upgraded(saved: JsonRecord, identity: JsonRecord, first_fingerprint: str) ->
     if hashed and saved.get("data.fingerprint") == first_fingerprint:
         hashed["data.fingerprint"] = identity["data.fingerprint"]
     return {**saved, **hashed}
+
+
+def until(identity: JsonRecord, step: int) -> JsonRecord:
+    """Return a fingerprint without the weights that count from `step` on: a resume there may change them."""
+    kept = [
+        {**each, "weight": {at: weight for at, weight in each["weight"].items() if int(at) < max(step, 1)}}
+        for each in identity.get(MIXTURE, ())
+    ]
+    return {**identity, **({MIXTURE: kept} if kept else {})}
 
 
 def identity_changes(

@@ -20,6 +20,7 @@ from accel_train.checkpoint.fingerprint import (
     identity_changes,
     identity_origins,
     setting_changes,
+    until,
     upgraded,
 )
 from accel_train.checkpoint.rollback_log import ROLLBACKS, read_rollbacks, remove_abandoned, rollbacks_of
@@ -189,7 +190,8 @@ def find_checkpoint(
     read_state(path)
     origins = identity_origins(recipe, identity)
     saved = upgraded(trainer["identity"], identity, first_fingerprint)
-    changes = identity_changes(saved, trainer["origins"], identity, origins, recipe)
+    step = step_of(path) or 0
+    changes = identity_changes(until(saved, step), trainer["origins"], until(identity, step), origins, recipe)
     if resume == "unchanged" and not recipe.checkpoint.accept_changes:
         changes += setting_changes(trainer, settings, recipe)
         # A folder of another task was probably given by mistake.

@@ -75,8 +75,7 @@ def check_headers(data: Data) -> None:
     fields = [name for name in type(data).model_fields if name in data.model_fields_set]
     named = [getattr(data, name) for name in fields if name.endswith(("_column", "_columns"))]
     wanted = [column for each in named if each for column in ((each,) if isinstance(each, str) else each)]
-    paths = [path for names in (data.train, data.eval) for path in ([names] if isinstance(names, str) else names or ())]
-    for path in map(Path, filter(is_path, paths)):
+    for path in map(Path, filter(is_path, (name for _, name in data.named()))):
         if path.is_file() and file_kind(path) == "csv":
             names = column_names(Source(str(path), "", (path,)), data)
             read = [each for name in wanted for each in ([name] if name in names else columns_read(name))]

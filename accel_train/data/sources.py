@@ -19,7 +19,7 @@ from accel_train.data.delimited import DELIMITERS, delimiter_of, quoting_of
 from accel_train.data.encoding import check_encoding, encoding_of
 from accel_train.data.hub import look_for_hub, without_hub
 from accel_train.data.parts import is_about, pick, top_part
-from accel_train.recipe.data import Data
+from accel_train.recipe.data import Data, WeightedSource
 
 if TYPE_CHECKING:
     import datasets
@@ -113,8 +113,10 @@ def located(data: Data, started_in: str | None) -> Data:
         elsewhere = os.path.join(started_in or "", os.path.expanduser(name))
         return elsewhere if not is_there(name) and is_there(elsewhere) else name
 
-    def places_of(names: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:
-        return place_of(names) if isinstance(names, str) else names and tuple(map(place_of, names))
+    def places_of(names: Any) -> Any:
+        if isinstance(names, WeightedSource):
+            return names.model_copy(update={"source": place_of(names.source)})
+        return tuple(map(places_of, names)) if isinstance(names, tuple) else names and place_of(names)
 
     cache = data.cache_dir and place_of(data.cache_dir)
     names = [name for name in ("train", "eval", "chat_template") if hasattr(data, name)]

@@ -403,7 +403,7 @@ def resolve_both(data: Data) -> tuple[tuple[Source, ...], tuple[Source, ...], li
     Raises:
         ValueError: a source is missing, or a column divides the rows of `data.train` into parts.
     """
-    train = resolve_sources(data.train, data, key=data.train_key)
+    train = resolve_sources(data.train_names, data, key=data.train_key)
     for source in train:
         refuse_parts_of(source, data)
     held_out = () if data.eval is None else resolve_sources(data.eval, data, key="data.eval")

@@ -28,6 +28,8 @@ from accel_train.core.errors import DataError, DataWorkerGone, ExitedEarly, Sett
 from accel_train.core.state import Choice, Choices
 from accel_train.data.cache import DigestCheck
 from accel_train.data.samples import Drawn, SeededReads, fetch
+from accel_train.engine.mixed_order import MixedOrder
+from accel_train.engine.mixture import WithSources, collate_with_sources
 from accel_train.engine.step import MicroBatch
 from accel_train.guard.guard import is_skipped_by_rollback
 from accel_train.parallel.dims import processes_on_machine
@@ -85,6 +87,9 @@ def _read_order(run: "RunContext", first_step: int) -> Steps:
     elif data.seeds_reading:
         dataset = SeededReads(dataset, order.seed, order.num_samples)
     step_samples = order.step_draws if is_drawn else order.step_samples
+    collate = data.collate
+    if isinstance(order, MixedOrder) and run.plan.task.counted is not None:
+        dataset, collate = WithSources(dataset, order), partial(collate_with_sources, data.collate)
     # Number of micro-batches and of fillers, for each step that the readers have started. Readers run ahead.
     counts: deque[tuple[int, int]] = deque()
 
@@ -106,7 +111,7 @@ def _read_order(run: "RunContext", first_step: int) -> Steps:
             if fillers:
                 yield from [step_samples(step)[:1].tolist()] * fillers
 
-    micro_batches = read_batches(dataset, data.collate, index_lists(), run.accelerator.device, run.plan.reading)
+    micro_batches = read_batches(dataset, collate, index_lists(), run.accelerator.device, run.plan.reading)
     for step in steps():
         first = next(micro_batches)  # readers append to `counts` before they read
         count, fillers = counts.popleft()

@@ -202,7 +202,7 @@ def check_own_encoding(folder: Path, data: Data) -> None:
     Raises:
         ValueError: they were. Other data would then have characters that the model never saw.
     """
-    for name in [data.train] if isinstance(data.train, str) else data.train:
+    for name in data.train_names:
         path = Path(name).expanduser()
         if path.is_file() and file_kind(path) not in ("parquet", "tokens", "json", None):
             try:
@@ -214,8 +214,7 @@ def check_own_encoding(folder: Path, data: Data) -> None:
 
 
 def _check_data_is_there(folder: Path, data: Data) -> None:
-    names = [name for each in (data.train, data.eval) for name in ([each] if isinstance(each, str) else each or ())]
-    gone = next((name for name in names if is_path(name) and not is_there(name)), None)
+    gone = next((name for _, name in data.named() if is_path(name) and not is_there(name)), None)
     if gone is None:
         return
     started_in = _started_in(folder)
@@ -298,7 +297,7 @@ def in_its_header(data: Data) -> tuple[Data, list[str]]:
     columns = {name: [value] if isinstance(value, str) else [*value] for name, value in named.items()}
     classes = {column: getattr(data, "label_names", None) or () for column in columns.get(data.label_setting or "", ())}
     read = [each for names in columns.values() for name in names for each in columns_read(name)]
-    sources = resolve_sources(data.train, data, key=data.train_key)
+    sources = resolve_sources(data.train_names, data, key=data.train_key)
     files = [path for path in files_of(sources) if file_kind(path) == "csv"]
     whys = {path: why_header(path, data, read, classes) for path in files}
     headed = [path for path, why in whys.items() if why is not None]

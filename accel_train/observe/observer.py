@@ -4,6 +4,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any, Self, TypeVar
 
 from accel_train.core.json_io import utc_event
@@ -139,6 +140,8 @@ class LogPlan:
     """Global batch size, in samples."""
     num_samples_per_epoch: float
     """Samples in one pass over the training data, counted in whole global batches."""
+    by_source: Callable[[int, Sequence[float]], JsonRecord] | None = None
+    """Function from a step and the task's counts since the last line to numbers for each source of a mixture."""
     targets: str = "tokens"
     """Unit of `num_targets`: tokens, images, ... Default: tokens."""
 
@@ -164,6 +167,7 @@ class RunObserver(Observer):
         self._clock, self._system = LaunchClock() if clock is None else clock, system
         self._plan, self._rate_name = plan, rate_name(plan.targets)
         self._loss_sum, self._num_losses = 0.0, 0
+        self._counts: Sequence[float] = ()
         self._step = 0
         self._unwritten: deque[JsonRecord] = deque(maxlen=MOST_UNWRITTEN_LINES)
         self._is_failing = False
@@ -188,6 +192,7 @@ class RunObserver(Observer):
         if not result.skipped:
             self._loss_sum += result.loss
             self._num_losses += 1
+            self._counts = [sum(each) for each in zip_longest(self._counts, result.counts, fillvalue=0.0)]
         due = step % plan.log_every_steps == 0 or step == plan.total_steps
         if due or result.skipped:
             self._log_step(result, learning_rate, due=due)
@@ -317,7 +322,10 @@ class RunObserver(Observer):
             "mfu": rates.mfu,
             "epoch": round(result.step * self._plan.samples_per_step / self._plan.num_samples_per_epoch, 6),
             "train_seconds": round(self._meter.train_seconds_at(result.ended), 3),
+            **({} if self._plan.by_source is None else self._plan.by_source(result.step, self._counts)),
         }
+        if due:
+            self._counts = ()
         self._write_numbers(result.step, "train", numbers)
         if due and self._system is not None and (system := self._system.sample()):
             self._write_numbers(result.step, "system", system)

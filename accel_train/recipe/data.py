@@ -4,7 +4,9 @@ Each task adds its own settings in `accel_train/tasks/TASK/config.py`.
 """
 
 import codecs
+import re
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, ConfigDict, Field, PrivateAttr, model_validator
@@ -14,6 +16,7 @@ from accel_train.core.format import LARGEST_COUNT
 from accel_train.recipe.values import (
     Auto,
     Fraction,
+    Length,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
@@ -93,16 +96,46 @@ class Augment(Section):
         return self
 
 
+class WeightedSource(Section):
+    """A source of a mixture."""
+
+    source: str = Field(examples=["code/**/*.py"])
+    """Its data, named as in `data.train`."""
+    weight: NonNegativeFloat | dict[NonNegativeInt, NonNegativeFloat] = Field(examples=[0.7])
+    """Share of the samples, in proportion to the weights of the other sources. Or a mapping from the number of steps
+    after which a weight counts to that weight: `{0: 0.7, 8000: 0.2}`.
+    """
+    max_epochs: Length | None = None
+    """Number of its epochs after which the other sources take its share. Default: it starts again."""
+    name: Annotated[str, Field(pattern=r"^\w+$", title="letters, digits, and _")] | None = None
+    """Name in metrics. Default: the name of its file or folder without the suffix."""
+
+    @property
+    def title(self) -> str:
+        """Return the name in metrics."""
+        return self.name or re.sub(r"\W+", "_", Path(self.source).stem).strip("_") or "source"
+
+    @property
+    def weights(self) -> dict[int, float]:
+        """Return the weight by the 0-based step from which on it counts."""
+        return self.weight if isinstance(self.weight, dict) else {0: self.weight}
+
+    def weight_at(self, step: int) -> float:
+        """Return the weight of a 0-based step."""
+        return self.weights[max(at for at in self.weights if at <= step)]
+
+
 class Data(Section):
     """Settings of `data` that every task has. A task's own class adds its columns and lengths."""
 
     label_setting: ClassVar[str | None] = None
     """Name of the setting that names the label column. A null value means samples to predict."""
 
-    train: str | tuple[str, ...]
+    train: str | tuple[str, ...] | tuple[WeightedSource, ...]
     """Training data: embedded data, a path, or a data set name. Embedded data are `python-stdlib`, `stdlib-functions`,
     `digits`, and others. A path is a file, glob, or folder. Formats: txt, md, py, jsonl, csv, parquet, conll, SQuAD's
-    json, bin, npz. Images are in folders by class, or together with masks.
+    json, bin, npz. Images are in folders by class, or together with masks. Several names are read as one. For a
+    mixture, give each source its weight: `[{source: web/*.jsonl, weight: 0.7}, {source: code, weight: 0.3}]`.
     """
     eval: str | tuple[str, ...] | None = None
     """Evaluation data. Default: `eval_fraction` of the training documents."""
@@ -180,9 +213,43 @@ class Data(Section):
 
     def named(self) -> Iterator[tuple[str, str]]:
         """Yield each name of `train` and `eval`, after the name of its setting in messages."""
-        for key, names in ((self.train_key, self.train), ("data.eval", self.eval or ())):
-            for name in (names,) if isinstance(names, str) else names:
-                yield key, name
+        for name in self.train_names:
+            yield self.train_key, name
+        for name in (self.eval,) if isinstance(self.eval, str) else self.eval or ():
+            yield "data.eval", name
+
+    @property
+    def mixture(self) -> tuple[WeightedSource, ...]:
+        """Return the weighted sources of `train`; empty if it has no weights."""
+        return tuple(each for each in self.train if isinstance(each, WeightedSource))
+
+    @property
+    def train_names(self) -> tuple[str, ...]:
+        """Return the names in `train`."""
+        names = (self.train,) if isinstance(self.train, str) else self.train
+        return tuple(each.source if isinstance(each, WeightedSource) else each for each in names)
+
+    @model_validator(mode="after")
+    def mixture_is_complete(self) -> Self:
+        titles = [each.title for each in self.mixture]
+        twice = [title for title in titles if titles.count(title) > 1]
+        late = [each.title for each in self.mixture if 0 not in each.weights]
+        steps = sorted({step for each in self.mixture for step in each.weights})
+        empty = [step for step in steps if not any(each.weight_at(step) for each in self.mixture)] if not late else []
+        problem, fix = "", ""
+        if twice:
+            problem, fix = f"two sources have the name {twice[0]!r} in metrics", "Give each a name"
+        elif late:
+            problem, fix = f"source {late[0]!r} has no weight for step 0", "Begin its weights with 0: ..."
+        elif empty:
+            problem, fix = f"all weights are 0 from step {empty[0]} on", "Give one source a weight above 0"
+        elif self.mixture and (self.last_batch != "carry" or self.group_by_length):
+            name = "group_by_length" if self.group_by_length else "last_batch"
+            problem = f"data.{name} does not go with weights, which hold at every step and know no end of an epoch"
+            fix = f"Leave data.{name} out, or the weights"
+        if problem:
+            raise SettingError(problem, fix, settings=("data.train",))
+        return self
 
     @property
     def is_for_training(self) -> bool:

@@ -296,6 +296,8 @@ def _same_kind(raw: Any, value: Any) -> bool:
 
     pydantic would read true as 1, "1" as 1, and "yes" as true.
     """
+    if isinstance(value, Section):
+        return all(_same_kind(item, getattr(value, name)) for name, item in raw.items())
     if isinstance(raw, Mapping):
         return not isinstance(value, Mapping) or all(_same_kind(item, item) for item in raw.values())
     if isinstance(raw, list | tuple):

@@ -88,11 +88,18 @@ def _walk_schema(section: type[Section], prefix: str) -> Iterator[tuple[str, Fie
     if section is Data:
         fields = {**fields, **{name: info for task in TASKS.values() for name, info in task.data.model_fields.items()}}
     for field, info in fields.items():
-        parts = [part for part in (info.annotation, *get_args(info.annotation)) if is_section(part)]
+        parts = list(_sections_in(info.annotation))
         # `tokenizer` is a setting (a name) as well as a section (train_bpe).
         yield prefix + field, parts[0] if info.annotation in parts else info
         for part in parts:
             yield from _walk_schema(part, f"{prefix}{field}.")
+
+
+def _sections_in(annotation: Any) -> Iterator[type[Section]]:
+    if is_section(annotation):
+        yield annotation
+    for part in get_args(annotation):
+        yield from _sections_in(part)
 
 
 def is_section(annotation: Any) -> TypeGuard[type[Section]]:
@@ -243,10 +250,12 @@ def explain(error: ValidationError, tree: Mapping[str, Any], origins: Mapping[st
             setters = [f"{n}={show(value)} from {origins[n]}" for n, value in values.items() if value is not None]
             yield f"{cause} ({', '.join(setters) or path})"
         elif raw is None and problem["type"] == "missing":
-            yield f"{name} is missing from {path}; add `{REQUIRED_EXAMPLES.get(name, f'{name}: ...')}`"
+            yield f"{name} is missing from {path}; add `{_example(name)}`"
         else:
-            inside = (origin for other, origin in origins.items() if f"{other}.".startswith(f"{name}."))
-            yield wrong(name, raw, next(inside))
+            # A setting in an item of a list was set with the list.
+            inside = [each for other, each in origins.items() if f"{other}.".startswith(f"{name}.")]
+            around = max((other for other in origins if f"{name}.".startswith(f"{other}.")), key=len, default="")
+            yield wrong(name, problem["input"] if raw is None else raw, inside[0] if inside else origins[around])
 
 
 def _name_at(place: tuple[int | str, ...]) -> str:
@@ -281,7 +290,15 @@ def _remedy(name: str, raw: Any) -> str:
         return "correct it, or leave it out"
     if isinstance(info, FieldInfo) and not info.is_required():
         return f"leave it out for the default, {show(info.default)}"
-    return f"for example `{REQUIRED_EXAMPLES[name]}`"
+    return f"for example `{_example(name)}`"
+
+
+def _example(name: str) -> str:
+    """Return a setting that is required, as it is written in a recipe."""
+    info = recipe_names().get(name)
+    examples = info.examples if isinstance(info, FieldInfo) and info.examples else ()
+    field = name.rpartition(".")[2]
+    return REQUIRED_EXAMPLES.get(name, f"{field}: {show(examples[0])}" if examples else f"{name}: ...")
 
 
 def literals_of(name: str) -> list[str]:
@@ -325,7 +342,18 @@ def _has_own_maximum(name: str) -> bool:
 def _schema(name: str) -> Mapping[str, Any]:
     info = recipe_names()[name]
     kind: Any = info if is_section(info) else Annotated[info.annotation, info]  # type: ignore[union-attr]
-    return TypeAdapter(kind).json_schema()
+    schema = TypeAdapter(kind).json_schema()
+    return _resolved(schema, schema.get("$defs", {}))
+
+
+def _resolved(schema: Any, sections: Mapping[str, Any]) -> Any:
+    """Return a schema with each reference replaced by the section that it names."""
+    if isinstance(schema, list):
+        return [_resolved(each, sections) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    schema = sections[schema["$ref"].rpartition("/")[2]] if "$ref" in schema else schema
+    return {key: _resolved(value, sections) for key, value in schema.items()}
 
 
 def _parts(schema: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
@@ -350,6 +378,8 @@ def _rule(schema: Mapping[str, Any]) -> str:
         return f"a list, each {rule}" if rule.startswith(("a ", "one of ")) or " or " in rule else f"a list of {rule}"
     if "prefixItems" in schema:
         return f"a list of {len(schema['prefixItems'])}, each {_rule(schema['prefixItems'][0])}"
+    if "properties" in schema:
+        return f"a mapping of {', '.join(schema['properties'])}"
     kind = _KINDS.get(schema.get("type", ""), "a mapping of finite values")
     # The general bound of integers is far above any real value. Only the message for a larger number names it.
     given = {limit: schema[limit] for limit in _LIMITS if schema.get(limit) not in (None, LARGEST_COUNT)}

@@ -1,7 +1,8 @@
 """The curves of one or more runs as plain values for the page's script."""
 
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -22,6 +23,8 @@ PARTS_OF_TREND = 1_200
 """Number of part means from which a thinned curve is smoothed."""
 MIN_TO_SMOOTH = 20
 """Minimum number of points for a smoothed curve."""
+_SOURCE = "Loss of source "
+_OF_SOURCE = re.compile(r"source_\w+_loss")
 MOST_MARKS = 1_000
 """Maximum number of marks of each kind. More would overlap on any screen."""
 
@@ -107,6 +110,8 @@ def describe_charts(runs: Sequence[Run], targets: str = "tokens") -> list[JsonRe
             for run in runs
         )
     ]
+    names = dict.fromkeys(key for run in runs for line in run.train for key in line if _OF_SOURCE.fullmatch(key))
+    kinds[1:1] = [Kind(name, f"{_SOURCE}{name[7:-5]}", name, scale="log if wide") for name in names]
     kinds += [
         Kind(f"eval_{metric}", metric_label(metric), metric, noisy=False, group="evaluation")
         for metric in metrics_with_curves(runs)
@@ -114,22 +119,28 @@ def describe_charts(runs: Sequence[Run], targets: str = "tokens") -> list[JsonRe
     least, most = POINTS_OF_CURVE
     most = max(least, min(most, POINTS_ON_PAGE // max(1, len(runs) * len(kinds))))
     charts = [_describe(kind, runs, kind.title.format(targets=targets.capitalize()), most) for kind in kinds]
-    return charts if len(runs) > 1 else _with_scores_in_one(charts)
+    if len(runs) > 1:
+        return charts
+    charts = _in_one(charts, lambda name: name in names, {"name": "source_losses", "title": "Loss of each source"})
+    return _in_one(
+        charts,
+        lambda name: has_common_axis(name.removeprefix("eval_")),
+        {"name": "eval_scores", "title": "Scores", "ceiling": None},
+    )
 
 
-def _with_scores_in_one(charts: list[JsonRecord]) -> list[JsonRecord]:
-    """Return the charts of one run with its scores in one chart, beside the loss. Their curves look alike."""
-    scores = [chart for chart in charts if has_common_axis(chart["name"].removeprefix("eval_"))]
-    others = [chart for chart in charts if chart not in scores]
-    if not scores:
+def _in_one(charts: list[JsonRecord], belongs: Callable[[str], bool], named: JsonRecord) -> list[JsonRecord]:
+    """Return the charts of one run with those that belong together in one, beside the loss. Their curves look alike."""
+    some = [chart for chart in charts if belongs(chart["name"])]
+    others = [chart for chart in charts if chart not in some]
+    if not some:
         return charts
     curves = [
-        curve | ({"name": chart["title"], "color": number} if len(scores) > 1 else {})
-        for number, chart in enumerate(scores)
+        curve | ({"name": chart["title"].removeprefix(_SOURCE), "color": number} if len(some) > 1 else {})
+        for number, chart in enumerate(some)
         for curve in chart["curves"]
     ]
-    named = {} if len(scores) == 1 else {"name": "eval_scores", "title": "Scores", "ceiling": None}
-    joined = scores[0] | named | {"curves": curves, "is_first": True}
+    joined = some[0] | (named if len(some) > 1 else {}) | {"curves": curves, "is_first": True}
     return [chart | {"across": False} for chart in others[:1]] + [joined, *others[1:]]
 
 

@@ -165,7 +165,8 @@ def command_to_use(folder: Path, recipe: JsonRecord | None) -> str:
         is_chat = look_up(recipe, "data.format") == "chat"
         return f"accel-train chat {run}" if is_chat else f"accel-train generate {run} --prompt 'Once upon a time'"
     train = look_up(recipe, "data.train")
-    suffix = PurePath(str(train[0] if isinstance(train, list) and train else train)).suffix
+    first = train[0] if isinstance(train, list) and train else train
+    suffix = PurePath(str(first.get("source") if isinstance(first, dict) else first)).suffix
     data = "FOLDER" if "image_size" in spec.data.model_fields else f"NEW{suffix or '.csv'}"
     return f"accel-train predict {run} {data} --out predictions.csv"
 

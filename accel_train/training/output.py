@@ -26,6 +26,8 @@ from accel_train.core.state import Choice, Choices, JsonRecord, StepResult
 from accel_train.core.work import working
 from accel_train.data.labels import class_notes
 from accel_train.engine.loader import Steps
+from accel_train.engine.mixed_order import MixedOrder
+from accel_train.engine.mixture import numbers_by_source
 from accel_train.engine.run import RunContext
 from accel_train.engine.save import ALIKE
 from accel_train.model.batch_norm import SyncedBatchNorm, trained_batch_norms
@@ -163,6 +165,7 @@ def open_observer(run: RunContext, folder: RunFolder, clock: LaunchClock) -> Run
             total_steps=plan.max_steps,
             samples_per_step=global_batch_size,
             num_samples_per_epoch=plan.order.steps_per_epoch * global_batch_size,
+            by_source=numbers_by_source(plan.order, recipe.data.window) if isinstance(plan.order, MixedOrder) else None,
             targets=targets,
         ),
         clock,

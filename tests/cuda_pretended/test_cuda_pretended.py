@@ -82,6 +82,7 @@ CASES = (
     "8 hsdp bf16", "64 hsdp fp16 llama accumulation", "1024 hsdp bf16 ema chunked",
     "8 ddp bf16 detection", "8 fsdp2 bf16 detection", "1 ddp fp16 detection accumulation",
     "8 ddp fp16 segmentation", "8 fsdp2 bf16 segmentation", "8 ddp bf16 embedding", "8 fsdp2 bf16 embedding",
+    "1 ddp bf16 mixture", "8 ddp fp16 mixture chunked accumulation", "8 fsdp2 bf16 mixture",
     "8 ddp bf16 rows", "8 fsdp2 bf16 rows", "8 ddp bf16 experts", "8 fsdp2 bf16 experts",
     "8 fsdp2 bf16 nf4 llama", "8 sp bf16 llama", "8 sp bf16 llama accumulation",
     "8 tp bf16 muon", "8 tp_only no", "64 tp fp16 chunked accumulation", "1024 tp bf16 ema",
@@ -89,6 +90,7 @@ CASES = (
 )  # fmt: skip
 IN_ORDER = (
     "8 ddp fp16 chunked accumulation", "8 ddp bf16 muon", "8 ddp bf16 detection", "8 ddp bf16 embedding",
+    "8 ddp fp16 mixture chunked accumulation",
     "8 fsdp2 fp16 chunked llama accumulation", "8 fsdp2 bf16 muon", "8 fsdp2 bf16 embedding", "8 fsdp2 bf16 experts",
     "8 fsdp2 bf16 segmentation", "8 fsdp2 bf16 nf4 llama", "64 hsdp fp16 llama accumulation", "8 tp bf16 muon",
     "8 tp_only no", "8 sp bf16 llama accumulation", "8 offload fp16 ema accumulation",
@@ -140,6 +142,9 @@ def recipe_of(case: str, folder: Path, **sections: Any) -> tuple[int, dict[str, 
         recipe = merged({name: each for name, each in recipe.items() if name in kept or name not in own}, own)
     if "rows" in more:
         recipe["data"]["train"] = str(folder / "rows.jsonl")
+    if "mixture" in more:
+        train = recipe["data"]["train"]
+        recipe["data"]["train"] = [{"source": train, "weight": 3}, {"source": str(folder / "more.jsonl"), "weight": 1}]
     if "nf4" in more:
         recipe["model"] = {"pretrained": str(folder / "base"), **TASKS["nf4"]["model"]}
     return int(size), {**recipe, **sections}
@@ -159,6 +164,7 @@ class Driver:
         write_corpus(folder, 1000)
         write_base(folder, LLAMA)
         words = [("step " * (20 + 7 * number % 50), "loss " * (10 + 5 * number % 30)) for number in range(2000)]
+        write_jsonl(folder / "more.jsonl", ({"text": prompt} for prompt, _ in words))
         write_jsonl(folder / "rows.jsonl", ({"prompt": prompt, "completion": answer} for prompt, answer in words))
 
     def output_of(self, program: str, *words: str) -> str:

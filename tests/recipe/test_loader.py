@@ -434,6 +434,23 @@ def test_of_all_single_edits_of_all_names_95_percent_get_the_right_name() -> Non
     assert right / len(tried) >= 0.95, f"{right} of {len(tried)}"
 
 
+@pytest.mark.parametrize(
+    "flag, value",
+    [
+        ("--optimizer.groups", "[{match: [a], lr_scale: -1}]"),
+        ("--optimizer.groups", "[{lr_scale: 1}]"),
+        ("--data.train", "[{source: a.txt, weight: -1}]"),
+        ("--data.train", "[{source: a.txt, weight: true}]"),
+        ("--data.train", "[{source: a.txt, weight: 1, wieght: 2}]"),
+        ("--data.train", "[{source: a.txt, weight: {3: 1}}]"),
+        ("--data.train", "[{source: a.txt, weight: 1}, {source: b/a.txt, weight: 1}]"),
+    ],
+)
+def test_a_wrong_value_in_an_item_of_a_list_is_named(recipe_file: Path, flag: str, value: str) -> None:
+    with raises_golden():
+        load_recipe(recipe_file, arguments=[flag, value])
+
+
 def test_what_is_written_loads_as_the_same_recipe(recipe_file: Path, tmp_path: Path) -> None:
     recipe = load_recipe(
         recipe_file,
@@ -451,6 +468,11 @@ def test_what_is_written_loads_as_the_same_recipe(recipe_file: Path, tmp_path: P
     assert again == recipe
     out.write_text(format_recipe(again), encoding="utf-8")
     assert load_recipe(out) == recipe
+    mixed = [{"source": "- a", "weight": {0: 0.5, 8000: 1e-9}}, {"source": "[b]", "weight": 3, "max_epochs": 0.5}]
+    recipe = load_recipe(recipe_file, overrides={"data": {"train": mixed}})
+    out.write_text(format_recipe(recipe), encoding="utf-8")
+    assert load_recipe(out) == recipe
+    assert load_recipe(out).data.mixture[0].weights == {0: 0.5, 8000: 1e-9}
 
 
 def test_recipes_are_equal_by_their_settings_whoever_set_them(recipe_file: Path) -> None:

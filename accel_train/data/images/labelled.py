@@ -143,7 +143,7 @@ def eval_beside_train(data: Data) -> tuple[tuple[str, ...], tuple[str, ...] | No
     In a folder with parts, these are the training part and the evaluation part. The test part is left alone: selecting
     the best weights on it would invalidate it.
     """
-    train = (data.train,) if isinstance(data.train, str) else data.train
+    train = data.train_names
     held = (data.eval,) if isinstance(data.eval, str) else data.eval
     root = Path(train[0]).expanduser() if len(train) == 1 else None
     if root is None or not root.is_dir():

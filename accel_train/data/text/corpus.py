@@ -5,10 +5,12 @@ import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
+from torch.utils.data import ConcatDataset
 from tqdm import tqdm
 
 from accel_train.core.errors import SettingError
@@ -32,6 +34,7 @@ from accel_train.data.text.tokens import (
     TokenFile,
     Tokens,
     WindowDataset,
+    Windows,
     inspect_token_file,
     tail_start,
     token_chunks,
@@ -67,7 +70,7 @@ class Corpus(Generic[Samples]):
     """SHA-256 by path of large files whose digests are not checked yet, because that takes long."""
 
 
-TextCorpus = Corpus[WindowDataset]
+TextCorpus = Corpus[Windows]
 
 
 @dataclass(frozen=True)
@@ -136,6 +139,7 @@ def _contents(inputs: Inputs, root: Path) -> JsonRecord:
         "format": _FORMAT,
         **contents,
         "eval_fraction": None if inputs.eval else data.eval_fraction,
+        **({"by_source": True} if data.mixture else {}),
         **({"split_seed": data.split_seed} if data.split_seed and not inputs.eval else {}),
         # Text that is shown to a trained model has other notes.
         **({} if data.is_for_training else {"shown": True}),
@@ -201,16 +205,23 @@ def _open(
     tokenizer = built or inputs.tokenizer
     if isinstance(tokenizer, TrainedTokenizer):
         tokenizer = prepare_tokenizer(load_tokenizer(str(folder / "tokenizer"), trust_remote_code=False))
-    train, held_out = (
-        WindowDataset(
+
+    def windows(side: str, first: int, number: int) -> WindowDataset:
+        return WindowDataset(
             folder / f"{side}.bin",
             dtype=np.dtype(meta["dtype"]),
             num_tokens=number,
             sequence_length=length,
             vocab_size=tokenizer.vocab_size,
+            first_token=first,
         )
-        for side, number in (("train", num_tokens), ("eval", num_held_out))
-    )
+
+    train: Windows = windows("train", 0, num_tokens)
+    if inputs.data.mixture:
+        train = ConcatDataset(
+            [windows("train", start, end - start) for start, end in pairwise([0, *meta["source_ends"]])]
+        )
+    held_out = windows("eval", 0, num_held_out)
     return Corpus(
         train=train,
         eval=held_out if num_held_out > 1 else None,
@@ -279,10 +290,14 @@ def build_shards(folder: Path, inputs: Inputs) -> tuple[TextTokenizer, JsonRecor
         ShardWriter(folder / "train.bin", dtype, tokenizer.vocab_size) as train,
         ShardWriter(folder / "eval.bin", dtype, tokenizer.vocab_size) as held_out,
     ):
+        ends: list[int] = []
         if are_tokens:
             _copy_training_tokens(inputs, tokenizer, train, held_out, counts.notes)
         else:
-            _tokenise(inputs.train, split, inputs, tokenizer, (train, held_out), counts)
+            # The windows of a mixture are of one source each.
+            for sources in [[each] for each in inputs.train] if inputs.data.mixture else [inputs.train]:
+                _tokenise(sources, split, inputs, tokenizer, (train, held_out), counts)
+                ends.append(train.num_tokens)
         if holds_tokens(inputs.eval):
             for chunk in token_chunks(_token_files(inputs.eval), tokenizer.vocab_size):
                 held_out.write(chunk)
@@ -293,6 +308,7 @@ def build_shards(folder: Path, inputs: Inputs) -> tuple[TextTokenizer, JsonRecor
                 raise ValueError(f"{key} holds no documents: {describe(sources)}; every file or row is empty")
     return tokenizer, {
         "dtype": dtype.name,
+        **({"source_ends": ends} if inputs.data.mixture else {}),
         "separator_id": tokenizer.separator_id,
         "vocab_size": tokenizer.vocab_size,
         "tokenizer_digest": tokenizer.digest,

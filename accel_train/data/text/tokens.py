@@ -6,7 +6,9 @@ zeros.
 
 import os
 from collections.abc import Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -15,7 +17,7 @@ import numpy as np
 import torch
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
-from torch.utils.data import Dataset
+from torch.utils.data import ConcatDataset, Dataset
 
 from accel_train.core.errors import DataError
 from accel_train.core.state import JsonRecord
@@ -152,9 +154,16 @@ class WindowDataset(Dataset[NDArray[np.int64]]):
     """
 
     def __init__(
-        self, path: Path, *, dtype: np.dtype[Any], num_tokens: int, sequence_length: int, vocab_size: int | None = None
+        self,
+        path: Path,
+        *,
+        dtype: np.dtype[Any],
+        num_tokens: int,
+        sequence_length: int,
+        vocab_size: int | None = None,
+        first_token: int = 0,
     ) -> None:
-        self.path, self.dtype, self.num_tokens = path, dtype, num_tokens
+        self.path, self.dtype, self.num_tokens, self.first_token = path, dtype, num_tokens, first_token
         self.sequence_length, self.vocab_size = sequence_length, vocab_size
         self._tokens: Tokens | None = None
         # A view of the tokens: (whole windows, T + 1).
@@ -181,7 +190,8 @@ class WindowDataset(Dataset[NDArray[np.int64]]):
         if indices and not (last < len(self) and min(indices) >= 0):
             raise IndexError(f"windows {list(indices)} of {len(self)}")
         if self._tokens is None:
-            self._tokens = tokens = TokenFile(self.path, self.dtype, self.num_tokens).map()
+            start = self.first_token * self.dtype.itemsize
+            self._tokens = tokens = TokenFile(self.path, self.dtype, self.num_tokens, start).map()
             self._whole = sliding_window_view(tokens, length + 1)[::length] if len(tokens) > length else tokens[:0]
         if last < len(self._whole):
             rows = self._whole[indices].astype(np.int64)
@@ -193,11 +203,32 @@ class WindowDataset(Dataset[NDArray[np.int64]]):
         if self.vocab_size is not None and rows.size and rows.max() >= self.vocab_size:
             number, column = np.argwhere(rows >= self.vocab_size)[0]
             raise DataError(
-                f"{self.path}: token {rows[number, column]} at position {indices[number] * length + column} is not "
+                f"{self.path}: token {rows[number, column]} at position "
+                f"{self.first_token + indices[number] * length + column} is not "
                 f"below the vocabulary size {self.vocab_size}, so the file is damaged; remove {self.path.parent}, "
                 f"and run again: it will be made again"
             )
         return rows
+
+
+Windows = WindowDataset | ConcatDataset[NDArray[np.int64]]
+"""Windows of one token stream, or of one for each source of a mixture."""
+
+
+def recut(windows: Windows, sequence_length: int) -> Windows:
+    """Return the same tokens in windows of another length."""
+    if isinstance(windows, ConcatDataset):
+        return ConcatDataset([recut(each, sequence_length) for each in windows.datasets])  # type: ignore[arg-type]
+    other = copy(windows)
+    other.sequence_length, other._tokens = sequence_length, None
+    return other
+
+
+def samples_of(windows: Windows) -> tuple[range, ...]:
+    """Return the numbers of the windows of each source of a mixture; empty for one token stream."""
+    if not isinstance(windows, ConcatDataset):
+        return ()
+    return tuple(range(start, end) for start, end in pairwise([0, *windows.cumulative_sizes]))
 
 
 def collate_windows(

@@ -166,7 +166,7 @@ def _labelled(asked: Asked, settings: Choices, why: str, unit: str, where: str) 
     """Return the facts of texts that `settings` read as rows of label and text."""
     refuse_columns(asked, asked.path, "plain text")
     data = with_settings(asked.data, settings)
-    sources = resolve_sources(data.train, data, key=asked.path)
+    sources = resolve_sources(data.train_names, data, key=asked.path)
     rows = [row for source in sources for row in read_rows(source, LINE_COLUMNS, data)]
     labels, texts = zip(*(row.cells for row in rows))
     columns = {name: Column(name, cells) for name, cells in zip(LINE_COLUMNS, (labels, texts))}

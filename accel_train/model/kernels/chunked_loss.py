@@ -30,6 +30,7 @@ from accel_train.core.format import format_bytes
 from accel_train.core.state import Choice
 from accel_train.data.labels import IGNORED_LABEL
 from accel_train.model.kernels.held_rows import HeldRows, held_rows, num_parts, split_of
+from accel_train.model.kernels.loss_by_source import LossBySource
 from accel_train.runtime.driver import uses_cpu
 
 LOGITS_AT_ONCE = 2**26
@@ -53,17 +54,26 @@ them.
 """
 
 
-def summed_loss(logits: Tensor, labels: Tensor, label_smoothing: float = 0.0, z_loss: float = 0.0) -> Tensor:
+def summed_loss(
+    logits: Tensor,
+    labels: Tensor,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    by_source: LossBySource | None = None,
+) -> Tensor:
     """Return the fp32 cross-entropy summed over the labels that are not -100.
 
     With a z-loss of c, each of these labels adds c * logsumexp(logits)^2.
     """
     logits, labels = logits.flatten(0, 1).float(), labels.flatten()
-    loss = cross_entropy(logits, labels, ignore_index=IGNORED_LABEL, reduction="sum", label_smoothing=label_smoothing)
-    if not z_loss:
-        return loss
-    squares = logits.logsumexp(1).square()
-    return loss + z_loss * squares.masked_fill(labels == IGNORED_LABEL, 0).sum()
+    kind = "sum" if by_source is None else "none"
+    loss = cross_entropy(logits, labels, ignore_index=IGNORED_LABEL, reduction=kind, label_smoothing=label_smoothing)
+    if z_loss:
+        squares = logits.logsumexp(1).square().masked_fill(labels == IGNORED_LABEL, 0)
+        loss = loss + z_loss * (squares if by_source is not None else squares.sum())
+    if by_source is not None:
+        by_source.add(slice(None), loss)
+    return loss.sum()
 
 
 def choose_chunking(requested: bool | str, model: nn.Module, tp_size: int, spare_bytes: int = 0) -> Choice[bool]:
@@ -162,6 +172,7 @@ def chunked_loss(
     *,
     z_loss: float = 0.0,
     compiled: bool = False,
+    by_source: LossBySource | None = None,
 ) -> Tensor:
     """Sum the cross-entropy of `head(hidden)` over the labels that are not -100: 0-dim, softmax and sums in fp32.
 
@@ -173,15 +184,17 @@ def chunked_loss(
         chunk_rows: positions in a chunk; default: `rows_at_once`.
         z_loss: coefficient of logsumexp(logits)^2, added for each label that is not -100.
         compiled: let torch.compile fuse what is computed for each logit, on a GPU where one process holds them all.
+        by_source: gets the losses of the sources of a mixture.
     """
     if not torch.is_grad_enabled():
         return chunked_counts(head, hidden, labels, chunk_rows)[0]
     rows = chunk_rows or rows_at_once(head)
 
-    def forward(hidden: Tensor, labels: Tensor) -> Any:
+    def forward(hidden: Tensor, kept: Tensor) -> Any:
         weight, bias, held = held_rows(head)
         is_fused = compiled and hidden.is_cuda and held.group is None
-        return _ChunkedLoss.apply(hidden, weight, bias, labels, (label_smoothing, z_loss), rows, held, is_fused)
+        add = None if by_source is None else by_source.at(labels.flatten(), len(kept)).add
+        return _ChunkedLoss.apply(hidden, weight, bias, kept, (label_smoothing, z_loss), rows, held, is_fused, add)
 
     loss: Tensor = _call_with(forward, head, hidden, labels)
     return loss
@@ -237,7 +250,7 @@ class _ChunkedLoss(torch.autograd.Function):
     """Differentiable loss in chunks, 0-dim fp32.
 
     Inputs: hidden (N, H), weight (held rows, H), bias (held rows,) or None, labels (N,), (smoothing, z-loss), positions
-    per chunk, the held rows, and whether torch.compile fuses the work for each logit.
+    per chunk, the held rows, whether torch.compile fuses the work for each logit, and what gets the losses of a chunk.
     """
 
     @staticmethod
@@ -251,6 +264,7 @@ class _ChunkedLoss(torch.autograd.Function):
         rows: int,
         held: HeldRows,
         is_fused: bool,
+        add: Callable[[slice, Tensor], None] | None,
     ) -> Tensor:
         wide = torch.promote_types(weight.dtype, torch.float32)
         inputs = (hidden, weight, bias)
@@ -270,7 +284,10 @@ class _ChunkedLoss(torch.autograd.Function):
             for part in _parts(labels, rows):
                 of_hidden = None if sums[0] is None else sums[0][part]
                 chunk = hidden[part], (*head, held), labels[part], is_ignored[part], terms
-                total += _add_chunk(*chunk, [of_hidden, *sums[1:]], differentiate)
+                losses = _add_chunk(*chunk, [of_hidden, *sums[1:]], differentiate)
+                total += losses.sum()
+                if add is not None:
+                    add(part, losses[:, 0])
         if sums[0] is not None:
             sums[0].masked_fill_(is_ignored, 0)
             # Each process has the gradients from its own tokens only.
@@ -290,7 +307,7 @@ class _ChunkedLoss(torch.autograd.Function):
         scaled = [
             None if each is None else each.mul_(factor).to(dtype) for each, dtype in zip(sums, ctx.dtypes, strict=True)
         ]
-        return *scaled, None, None, None, None, None
+        return *scaled, None, None, None, None, None, None
 
 
 def _add_chunk(
@@ -302,7 +319,7 @@ def _add_chunk(
     sums: list[Tensor | None],
     differentiate: Callable[..., tuple[Tensor, Tensor]],
 ) -> Tensor:
-    """Add a chunk's gradients to their sums; return its loss. The logits are freed when this call returns."""
+    """Add a chunk's gradients to their sums; return its losses (N, 1). The logits are freed when this call returns."""
     weight, bias, held = head
     losses, gradient = differentiate(_logits(hidden, weight, bias), labels, held, terms, weight.dtype)
     of_hidden, of_weight, of_bias = sums
@@ -312,7 +329,7 @@ def _add_chunk(
         product(gradient, weight, of_hidden)
     if of_weight is not None:
         add_product(of_weight, gradient.t(), hidden)
-    return losses.sum()
+    return losses
 
 
 def _differentiate(

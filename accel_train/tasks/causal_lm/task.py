@@ -23,7 +23,7 @@ from accel_train.core.state import Choice, JsonRecord
 from accel_train.data.labels import IGNORED_LABEL
 from accel_train.data.text.corpus import Corpus, prepare_text
 from accel_train.data.text.tokenizers import pretrained_tokenizer
-from accel_train.data.text.tokens import collate_windows
+from accel_train.data.text.tokens import collate_windows, samples_of
 from accel_train.metrics.scores import perplexity
 from accel_train.model.kernels.attention import (
     attention_window,
@@ -42,6 +42,7 @@ from accel_train.model.kernels.chunked_loss import (
     summed_loss,
 )
 from accel_train.model.kernels.experts import RouterLoss, choose_router_loss
+from accel_train.model.kernels.loss_by_source import LossBySource
 from accel_train.model.pretrained import config_of, pretrained_config, transformers_model
 from accel_train.model.tensors import unpacked_numel
 from accel_train.observe.throughput import model_flops_per_token
@@ -63,6 +64,7 @@ class CausalLM(Task):
 
     positions_per_target = 1.0
     """Positions that the model computes per position with a label."""
+    counts_sources = True
     counts_hits = False
     """Whether evaluations report the token accuracy. True when fine-tuning. It costs a pass over the logits."""
     chunked: bool | str = "auto"
@@ -113,6 +115,7 @@ class CausalLM(Task):
                 reading_is_free=True,
                 source=text,
                 large_files=text.large_files,
+                samples_of=samples_of(text.train),
             )
         else:
             rows = prepare_rows(recipe, progress=progress)
@@ -211,11 +214,17 @@ class CausalLM(Task):
         labels = batch["labels"]
         smoothing, z_loss = (self.label_smoothing, self.z_loss) if model.training else (0.0, 0.0)
         head = self.head_for_chunks(model, labels.numel())
+        by_source = None
+        if "sources" in batch and model.training and self.counted is not None:
+            by_source = LossBySource.of(batch["sources"], labels, self.counted.size)
+            self.counted.add(by_source.sums)
         if head is None:
-            return summed_loss(next_token_logits(model, batch, self.compiled), labels, smoothing, z_loss)
+            return summed_loss(next_token_logits(model, batch, self.compiled), labels, smoothing, z_loss, by_source)
         hidden = hidden_states(model, batch, self.compiled)
         rows = rows_at_once(head, spare_bytes=self.spare_bytes)
-        return chunked_loss(head, hidden, labels, smoothing, rows, z_loss=z_loss, compiled=self.fuses_loss)
+        return chunked_loss(
+            head, hidden, labels, smoothing, rows, z_loss=z_loss, compiled=self.fuses_loss, by_source=by_source
+        )
 
     def head_for_chunks(self, model: nn.Module, num_positions: int) -> nn.Linear | None:
         """Return the output layer if the loss of `num_positions` is computed in chunks, or None to use whole logits."""

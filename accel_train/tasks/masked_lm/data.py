@@ -14,7 +14,7 @@ from accel_train.data.labels import IGNORED_LABEL
 from accel_train.data.sources import file_kind, resolve_sources
 from accel_train.data.tables import check_text
 from accel_train.data.text.padding import padded
-from accel_train.data.text.tokens import PADDING, WindowDataset
+from accel_train.data.text.tokens import PADDING, Windows, recut
 from accel_train.task import Collated
 from accel_train.tasks.common.texts import TextRow, text_rows
 from accel_train.tasks.masked_lm.config import MaskedLMData
@@ -79,16 +79,10 @@ def masking_of(tokenizer: "PreTrainedTokenizerBase", vocab_size: int, separator_
 class MaskedWindows(Dataset[Masked]):
     """Windows of a token stream. `draw` gives new masks; an index gives the fixed masks of evaluations."""
 
-    def __init__(self, windows: WindowDataset, masking: Masking, sequence_length: int) -> None:
+    def __init__(self, windows: Windows, masking: Masking, sequence_length: int) -> None:
         self.masking = masking
         framed = sequence_length - len(masking.prefix) - len(masking.suffix)
-        self.windows = WindowDataset(
-            windows.path,
-            dtype=windows.dtype,
-            num_tokens=windows.num_tokens,
-            sequence_length=framed,
-            vocab_size=windows.vocab_size,
-        )
+        self.windows = recut(windows, framed)
 
     def __len__(self) -> int:
         return len(self.windows)
@@ -124,7 +118,7 @@ def rows_to_fill(data: MaskedLMData) -> list[TextRow]:
         ValueError: no text exists, or a text cannot be read; the message names file and row.
     """
     rows, key = list[TextRow](), data.train_key
-    for part in file_by_file(resolve_sources(data.eval or data.train, data, key=key)):
+    for part in file_by_file(resolve_sources(data.eval or data.train_names, data, key=key)):
         is_text = bool(part.files) and file_kind(part.files[0]) == "text"
         rows += _lines(part.files[0], data) if is_text else text_rows([part], data, (data.text_column,), None, key=key)
     if not rows:

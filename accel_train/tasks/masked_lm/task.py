@@ -22,6 +22,7 @@ from accel_train.core.model_card import FOLDER, Use
 from accel_train.data.labels import IGNORED_LABEL
 from accel_train.data.text.corpus import prepare_text
 from accel_train.data.text.tokenizers import vocab_size_of
+from accel_train.data.text.tokens import samples_of
 from accel_train.metrics.scores import perplexity
 from accel_train.model.kernels.chunked_loss import summed_loss
 from accel_train.recipe.data import TrainedTokenizer
@@ -105,6 +106,7 @@ class MaskedLM(Task):
             source=source,
             draw=train.draw,
             large_files=text.large_files,
+            samples_of=samples_of(train.windows),
         )
 
     def _rows_with_masks(self, recipe: Recipe) -> TaskData:

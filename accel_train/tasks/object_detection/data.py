@@ -54,7 +54,7 @@ def read_boxed_images(data: ObjectDetectionData, known_names: tuple[str, ...] | 
     Raises:
         ValueError: data is missing or broken; the message has a line for each fault.
     """
-    if data.train in (DIGIT_SCENES, (DIGIT_SCENES,)):
+    if data.train_names == (DIGIT_SCENES,):
         return _scenes(data)
     if data.annotations is None:
         if data.label_names is None and known_names is None:
@@ -79,13 +79,10 @@ def read_boxed_images(data: ObjectDetectionData, known_names: tuple[str, ...] | 
 
 def _to_predict(data: ObjectDetectionData, names: tuple[str, ...]) -> ImageSets:
     """Return images without boxes: of a folder, a table or an array, or those that a file of boxes lists."""
-    listed = [
-        _listed(Path(name).expanduser(), data)
-        for name in (data.train if isinstance(data.train, tuple) else [data.train])
-    ]
+    listed = [_listed(Path(name).expanduser(), data) for name in data.train_names]
     found = [each for one in listed for each in one] if all(listed) else []
     refuse_faults([fault for each in found for fault in each.faults.files], data.train_key, "repair them")
-    pool = _joined(found) if found else read_pools(data.train, data, data.train_key, Target(None, is_mask=False))
+    pool = _joined(found) if found else read_pools(data.train_names, data, data.train_key, Target(None, is_mask=False))
     sets = divide_pools(pool, None if data.eval is None else pool, data)
     return replace(sets, category_ids=_category_ids(found, names)).named(names, ())
 
@@ -131,9 +128,9 @@ def _parts(data: ObjectDetectionData) -> tuple[list[_Part], list[_Part] | None, 
 
     None: the evaluation images are split off. An empty list: a trained model is shown the same images.
     """
-    names, held_names = ((each,) if isinstance(each, str) else each for each in (data.train, data.eval))
+    held_names = (data.eval,) if isinstance(data.eval, str) else data.eval
     annotations = data.annotations if data.is_for_training else None
-    train = [_part(name, annotations or "auto", data.train_key, data) for name in names or ()]
+    train = [_part(name, annotations or "auto", data.train_key, data) for name in data.train_names]
     if not data.is_for_training:
         return train, [], ()
     if held_names is not None:

@@ -1,6 +1,7 @@
 """Extractive question answering: find the answer in a context, or that it has no answer (SQuAD 1.1 and 2.0)."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -113,7 +114,8 @@ class QuestionAnswering(EncoderTask):
         )
         if not self.may_be_unanswered:
             found.unread["evaluate.null_score_diff_threshold"] = "every training question has an answer"
-        return found
+        places = [row.where for row, windows in zip(asked.train, by_question) for _ in windows]
+        return replace(found, where=places.__getitem__)
 
     def _notes(
         self, train: list[tuple[questions.Window, ...]], num_cut: int, called: str, max_length: int, doc_stride: int

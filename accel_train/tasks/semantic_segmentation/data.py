@@ -89,7 +89,7 @@ def read_masked_images(data: SemanticSegmentationData, known_names: tuple[str, .
     Raises:
         ValueError: data is missing or broken; the message names both files.
     """
-    pool = masked_pool(data.train, data, data.train_key)
+    pool = masked_pool(data.train_names, data, data.train_key)
     other = None if data.eval is None else masked_pool(data.eval, data, "data.eval")
     if _are_scenes(data) and data.eval is None and data.eval_fraction > 0:
         other = scenes_pool(held_out=True)
@@ -136,7 +136,7 @@ def _renumbered(masks: Images | None, data: SemanticSegmentationData) -> Images 
 
 
 def _are_scenes(data: SemanticSegmentationData) -> bool:
-    return data.train in (DIGIT_SCENES, (DIGIT_SCENES,))
+    return data.train_names == (DIGIT_SCENES,)
 
 
 def _label_names(

@@ -9,15 +9,16 @@ import signal
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import wraps
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from accel_train.data.samples import fetch
 from accel_train.model.kernels import chunked_loss
 from accel_train.recipe.schema import Recipe
 from accel_train.task import Batch, TaskData, Tensors
@@ -66,10 +67,10 @@ class RecordingDataset(Dataset[Any]):
     def __len__(self) -> int:
         return len(self.inner)
 
-    def __getitems__(self, indices: Sequence[int]) -> np.ndarray:
+    def __getitems__(self, indices: Sequence[int]) -> Sequence[Any]:
         with self.path.open("a") as file:
             file.write(json.dumps(list(indices)) + "\n")
-        return self.inner.__getitems__(indices)
+        return fetch(self.inner, [*indices])
 
 
 class ProbeTask(CausalLM):
@@ -103,7 +104,7 @@ class ProbeTask(CausalLM):
                 batch["num_targets"] = int((batch["labels"] != -100).sum())
             return batch
 
-        return TaskData(train, data.eval, collate, data.fingerprint, data.facts, data.reading_is_free, data.source)
+        return replace(data, train=train, collate=collate)
 
     @wraps(CausalLM.build_model)  # a resume makes the package's own models without values
     def build_model(self, recipe: Recipe, data: TaskData) -> nn.Module:

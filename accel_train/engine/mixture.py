@@ -1,0 +1,153 @@
+"""Resolve the weighted sources of a recipe: their order, what a run says of them, and their losses in training."""
+
+import glob
+import os
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from accel_train.core.errors import SettingError
+from accel_train.core.format import format_count
+from accel_train.core.state import JsonRecord
+from accel_train.data.samples import fetch
+from accel_train.engine.mixed_order import MixedOrder, MixedSource
+from accel_train.recipe.data import Data
+from accel_train.recipe.schema import Recipe
+from accel_train.task import Collate, Collated, TaskData
+
+SOURCES = "sources"
+"""Name of the numbers of sources in a micro-batch, one for each label."""
+_AT = "data.train"
+
+
+def mixed_order(recipe: Recipe, data: TaskData, global_batch_size: int, max_steps: int) -> MixedOrder:
+    """Return the order of a run on the weighted sources of `data.train`.
+
+    Raises:
+        SettingError: the sources of the samples are unknown, a source is empty, or all end before the run does.
+    """
+    section, samples_of = recipe.data, data.samples_of or _samples_by_place(recipe, data)
+    sources = tuple(
+        MixedSource(each.title, samples, each.weights, each.max_epochs)
+        for each, samples in zip(section.mixture, samples_of, strict=True)
+    )
+    for each in sources:
+        if not len(each.samples):
+            raise SettingError(f"source {each.name!r} has no training sample", "Leave it out", _AT, (_AT,))
+        if each.limit == 0:
+            problem = f"max_epochs of source {each.name!r} is less than one of its {len(each.samples)} samples"
+            raise SettingError(problem, "Raise it", _AT, (_AT,))
+    num_samples = sum(len(each.samples) for each in sources)
+    order = MixedOrder(num_samples, global_batch_size, recipe.seed, section.shuffle, sources=sources)
+    if order.num_steps is not None and order.num_steps < max_steps:
+        raise SettingError(
+            f"all sources end (max_epochs) after step {order.num_steps:,}, and the run has {max_steps:,}",
+            f"Leave max_epochs of one source out, or set schedule.max_steps to at most {order.num_steps}",
+            _AT,
+            (_AT, "schedule.max_steps"),
+        )
+    return order
+
+
+def _samples_by_place(recipe: Recipe, data: TaskData) -> list[NDArray[np.int64]]:
+    """Return the training samples of each source by the file, folder, or data set that each sample is from."""
+    rows = getattr(getattr(data.source, "rows", None), "train", None) or ()
+    num_samples = len(data.train)  # type: ignore[arg-type]
+    where = data.where or (lambda index: str(rows[index].where))
+    if data.where is None and len(rows) != num_samples:
+        problem = f"task {recipe.task} does not say which source a sample is from"
+        raise SettingError(problem, "Leave the weights out", _AT, (_AT,))
+    number_of = _finder(recipe.data)
+    numbers = np.fromiter((number_of(where(index)) for index in range(num_samples)), np.int64, num_samples)
+    return [np.flatnonzero(numbers == number) for number in range(len(recipe.data.mixture))]
+
+
+def _finder(data: Data) -> Callable[[str], int]:
+    """Return a function from the place of a sample to the number of its source: the one with the longest name.
+
+    Images that a table lists are those below its folder.
+    """
+    number_by_start, number_by_folder = dict[str, int](), dict[str, set[int]]()
+    for number, name in enumerate(data.train_names):
+        place = Path(name).expanduser()
+        for path in glob.glob(str(place), recursive=True) or [str(place)]:
+            number_by_start[path] = number
+            if os.path.isfile(path):
+                number_by_folder.setdefault(os.path.dirname(path), set()).add(number)
+    alone = {folder: min(numbers) for folder, numbers in number_by_folder.items() if len(numbers) == 1}
+    number_by_start = {**alone, **number_by_start}
+    starts = sorted(number_by_start)
+
+    def number_of(where: str) -> int:
+        for at in range(bisect_right(starts, where) - 1, -1, -1):
+            if where.startswith(starts[at]):
+                return number_by_start[starts[at]]
+        raise SettingError(f"{where} is from none of the sources", "Leave the weights out", _AT, (_AT,))
+
+    return number_of
+
+
+def describe_mixture(order: MixedOrder, max_steps: int, window: int | None) -> list[str]:
+    """Return a sentence for each source: its share, and what the run reads of it. A sample has `window` tokens."""
+    notes, changes = [], sorted({step for source in order.sources for step in source.weights})
+    for number, (source, count) in enumerate(zip(order.sources, order.drawn_before(max_steps), strict=True)):
+        end = order.end_of(number)
+        found = [(step, _share(order.shares_at(step), number)) for step in changes if step < end]
+        kept = [each for each, before in zip(found, [(0, -1.0), *found]) if each[1] != before[1]]
+        share = ", ".join(f"{share:.3g} %" + f" from step {step:,}" * (step > 0) for step, share in kept)
+        tokens = f" ({format_count(count * window, 'token')})" if window else ""
+        ends = f"; it ends after step {end:,}, and the others take its share" if end <= max_steps else ""
+        notes.append(
+            f"source {source.name}: {share} of the samples: {format_count(count, 'sample')}{tokens}, "
+            f"{count / len(source.samples):.4g} epochs of {format_count(len(source.samples))}{ends}"
+        )
+    return notes
+
+
+def _share(shares: Sequence[int], number: int) -> float:
+    return 100 * shares[number] / max(sum(shares), 1)
+
+
+class WithSources:
+    """Samples with the number of the source of each, for `collate_with_sources`."""
+
+    def __init__(self, dataset: Any, order: MixedOrder) -> None:
+        self.dataset, self.num_samples = dataset, order.num_samples
+        # The samples of the sources follow each other.
+        self.starts = [int(source.samples[0]) for source in order.sources]
+
+    def __getitems__(self, numbers: list[int]) -> Sequence[Any]:
+        sources = [bisect_right(self.starts, number % self.num_samples) - 1 for number in numbers]
+        return [sources, fetch(self.dataset, numbers)]
+
+
+def collate_with_sources(collate: Collate, found: Sequence[Any]) -> Collated:
+    """Return the micro-batch of samples of `WithSources`, with the number of the source of each label."""
+    sources, samples = found
+    batch = collate(samples)
+    batch[SOURCES] = torch.tensor(sources)[:, None].expand_as(batch["labels"]).contiguous()
+    return batch
+
+
+def numbers_by_source(order: MixedOrder, window: int | None) -> Callable[[int, Sequence[float]], JsonRecord]:
+    """Return a function from a step and the counts since the last line to what metrics.jsonl holds of each source.
+
+    The counts are loss sums and numbers of targets; there may be none. `window` is the number of tokens in a sample.
+    """
+
+    def numbers(step: int, counts: Sequence[float]) -> JsonRecord:
+        found: JsonRecord = {}
+        size = len(order.sources)
+        for number, (source, drawn) in enumerate(zip(order.sources, order.drawn_before(step), strict=True)):
+            if counts and counts[size + number]:
+                found[f"source_{source.name}_loss"] = counts[number] / counts[size + number]
+            found[f"source_{source.name}_{'tokens' if window else 'samples'}"] = drawn * (window or 1)
+            found[f"source_{source.name}_epoch"] = round(drawn / len(source.samples), 6)
+        return found
+
+    return numbers

@@ -1,0 +1,32 @@
+"""The training loss of each source of a mixture, added up where the loss is computed."""
+
+from typing import NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+from accel_train.data.labels import IGNORED_LABEL
+
+
+class LossBySource(NamedTuple):
+    """Sums of a micro-batch for each source: its losses, then its numbers of targets."""
+
+    sources: Tensor
+    """Number of the source of each label, (B x T,) int64."""
+    sums: Tensor
+    """(2 x sources,) fp32, on the device."""
+
+    @classmethod
+    def of(cls, sources: Tensor, labels: Tensor, size: int) -> Self:
+        """Return the sums, `size` numbers, with the targets counted and the losses to come; labels are (B, T)."""
+        sums = torch.zeros(size, device=labels.device)
+        is_target = (labels != IGNORED_LABEL).flatten().float()
+        return cls(sources.flatten(), sums.index_add_(0, sources.flatten() + size // 2, is_target))
+
+    def at(self, labels: Tensor, num_kept: int) -> Self:
+        """Return the same sums for the labels that are not -100, if only those are kept; labels are (B x T,)."""
+        return self if num_kept == len(labels) else self._replace(sources=self.sources[labels != IGNORED_LABEL])
+
+    def add(self, part: slice, losses: Tensor) -> None:
+        """Add the losses (N,) of a part of the positions."""
+        self.sums.index_add_(0, self.sources[part], losses.detach().float())
