@@ -18,7 +18,7 @@ from accel_train.model.compile import repeated_blocks
 from accel_train.model.fake_step import Holding, vocabulary_rows
 from accel_train.model.memory_estimate import build_without_weights, estimate_memory, largest_samples
 from accel_train.parallel.compatibility import check_compatibility
-from accel_train.recipe.schema import Recipe
+from accel_train.recipe.schema import Precision, Recipe
 from accel_train.task import Task, TaskData
 
 BLOCKS_SECONDS = 20.0
@@ -113,6 +113,17 @@ def _obstacles(recipe: Recipe, task: Task, data: TaskData, sizes: BatchSizes, ma
         check_compatibility(with_compile(recipe, True), task, machine.precision, sizes.gradient_accumulation_steps)
     except SettingError as error:
         yield f"{error.at} {error.problem}"
+
+
+def idle_remedy(precision: Precision) -> str:
+    """Return the settings that keep a GPU busy whose kernels end before the host launches the next; "" if they are set.
+
+    No run turns CUDA graphs on by itself: they hold memory of their own, and their first step records again.
+    """
+    if precision.has_cuda_graphs:
+        return ""
+    also = "" if precision.compiles else "precision.compile: true and "
+    return f"{also}precision.compile_mode: reduce-overhead (CUDA graphs) launch a step at once"
 
 
 def with_compile(recipe: Recipe, value: str | bool) -> Recipe:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from accel_train.core.errors import SettingError
 from accel_train.core.format import format_count
 from accel_train.core.state import JsonRecord
+from accel_train.data.order import DataOrder
 from accel_train.data.samples import fetch
 from accel_train.engine.mixed_order import MixedOrder, MixedSource
 from accel_train.recipe.data import Data
@@ -134,19 +135,22 @@ def collate_with_sources(collate: Collate, found: Sequence[Any]) -> Collated:
     return batch
 
 
-def numbers_by_source(order: MixedOrder, window: int | None) -> Callable[[int, Sequence[float]], JsonRecord]:
+def numbers_by_source(order: DataOrder, window: int | None) -> Callable[[int, Sequence[float]], JsonRecord] | None:
     """Return a function from a step and the counts since the last line to what metrics.jsonl holds of each source.
 
     The counts are loss sums and numbers of targets; there may be none. `window` is the number of tokens in a sample.
+    None without weights.
     """
+    if not isinstance(order, MixedOrder):
+        return None
+    sources, drawn_before, unit = order.sources, order.drawn_before, "tokens" if window else "samples"
 
     def numbers(step: int, counts: Sequence[float]) -> JsonRecord:
         found: JsonRecord = {}
-        size = len(order.sources)
-        for number, (source, drawn) in enumerate(zip(order.sources, order.drawn_before(step), strict=True)):
-            if counts and counts[size + number]:
-                found[f"source_{source.name}_loss"] = counts[number] / counts[size + number]
-            found[f"source_{source.name}_{'tokens' if window else 'samples'}"] = drawn * (window or 1)
+        for number, (source, drawn) in enumerate(zip(sources, drawn_before(step), strict=True)):
+            if counts and counts[len(sources) + number]:
+                found[f"source_{source.name}_loss"] = counts[number] / counts[len(sources) + number]
+            found[f"source_{source.name}_{unit}"] = drawn * (window or 1)
             found[f"source_{source.name}_epoch"] = round(drawn / len(source.samples), 6)
         return found
 

@@ -3,7 +3,7 @@
 import copy
 import math
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from inspect import signature
@@ -331,3 +331,11 @@ def _below_the_head(model: nn.Module) -> list[nn.Module]:
     leaves = [module for module in base.modules() if not list(module.children())]
     head = next((module for module in reversed(leaves) if base is model and isinstance(module, nn.Linear)), None)
     return [module for module in leaves if module is not head]
+
+
+def whole_numel(parameters: Iterable[nn.Parameter]) -> int:
+    """Return the number of elements of parameters, including other processes' ZeRO stage 3 shares.
+
+    4-bit weights count unpacked.
+    """
+    return sum(int(getattr(parameter, "ds_numel", unpacked_numel(parameter))) for parameter in parameters)

@@ -28,6 +28,8 @@ _EVALUATIONS = {
 ENDINGS = frozenset({"preempted", "stop", "early_stop"})
 """Events after which the run does not train any more steps."""
 T = TypeVar("T")
+IDLE_SAMPLES, LEAST_IDLE_PERCENT = 3, 5.0
+"""Number of samples, and the smallest share of idle time of a GPU in them, that are worth a remark."""
 
 
 class Observer:
@@ -142,6 +144,8 @@ class LogPlan:
     """Samples in one pass over the training data, counted in whole global batches."""
     by_source: Callable[[int, Sequence[float]], JsonRecord] | None = None
     """Function from a step and the task's counts since the last line to numbers for each source of a mixture."""
+    idle_remedy: str = ""
+    """What helps against a GPU that waits for the host. Empty: it is set already."""
     targets: str = "tokens"
     """Unit of `num_targets`: tokens, images, ... Default: tokens."""
 
@@ -168,6 +172,7 @@ class RunObserver(Observer):
         self._plan, self._rate_name = plan, rate_name(plan.targets)
         self._loss_sum, self._num_losses = 0.0, 0
         self._counts: Sequence[float] = ()
+        self._idle: list[float] = []
         self._step = 0
         self._unwritten: deque[JsonRecord] = deque(maxlen=MOST_UNWRITTEN_LINES)
         self._is_failing = False
@@ -293,6 +298,18 @@ class RunObserver(Observer):
         self._write({"step": step, "split": split, **numbers})
         self._trackers.log({f"{split}/{name}": value for name, value in numbers.items()}, step)
 
+    def _notice_idle_gpu(self, step: int, system: Mapping[str, Any]) -> None:
+        """Say once that the GPU idles, and not because data is late. The first sample does not count: it compiles."""
+        if "gpu_percent" not in system or len(self._idle) > IDLE_SAMPLES:
+            return
+        self._idle.append(100 - system["gpu_percent"])
+        if len(self._idle) <= IDLE_SAMPLES or not self._plan.idle_remedy:
+            return
+        idle, accounts = sum(self._idle[1:]) / IDLE_SAMPLES, self._clock.accounts()
+        waits = accounts.get("waiting_for_data", 0.0) / (accounts.get("productive_steps", 0.0) or 1.0)
+        if idle > LEAST_IDLE_PERCENT and waits < LEAST_IDLE_PERCENT / 100:
+            self.note(f"step {step}: the GPU is idle for {idle:.0f} % of the time: {self._plan.idle_remedy}")
+
     def _log_step(self, result: StepResult, learning_rate: float, *, due: bool) -> None:
         """Log a step.
 
@@ -329,6 +346,7 @@ class RunObserver(Observer):
         self._write_numbers(result.step, "train", numbers)
         if due and self._system is not None and (system := self._system.sample()):
             self._write_numbers(result.step, "system", system)
+            self._notice_idle_gpu(result.step, system)
         self._progress.show(
             result.step,
             loss=loss,

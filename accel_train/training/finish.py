@@ -43,7 +43,7 @@ from accel_train.model.kernels.frozen import in_fp32
 from accel_train.model.kernels.nf4 import packed_layers
 from accel_train.model.pretrained import quiet_bars
 from accel_train.model.tensors import as_tensors, without_values
-from accel_train.model.weights import in_bf16, narrow_names
+from accel_train.model.weights import in_bf16, narrow_names, whole_numel
 from accel_train.observe.progress import without_variants
 from accel_train.observe.run_folder import EXAMPLES_FILE, SUMMARY_FILE
 from accel_train.parallel.building import filled
@@ -55,7 +55,6 @@ from accel_train.runtime.doctor import environment, launch_facts
 from accel_train.runtime.process_group import wait_for_all
 from accel_train.task import is_of_transformers, rate_name
 from accel_train.training.model_selection import apply_calibration, calibrate, evaluate_at_end, load_best
-from accel_train.training.output import whole_numel
 
 MAX_TRIED = 256
 """Samples that are predicted once more, evenly spaced: seconds, whatever the size of the evaluation data."""

@@ -3,7 +3,7 @@
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict
 from functools import partial
@@ -12,7 +12,6 @@ from time import perf_counter
 from typing import Any, Self
 
 import torch
-from torch import nn
 from torch.profiler import profile, record_function
 
 from accel_train.checkpoint.fingerprint import OF_BEST, changes_evaluation
@@ -25,15 +24,15 @@ from accel_train.core.redaction import redact
 from accel_train.core.state import Choice, Choices, JsonRecord, StepResult
 from accel_train.core.work import working
 from accel_train.data.labels import class_notes
+from accel_train.engine.compilation import idle_remedy
 from accel_train.engine.loader import Steps
-from accel_train.engine.mixed_order import MixedOrder
 from accel_train.engine.mixture import numbers_by_source
 from accel_train.engine.run import RunContext
 from accel_train.engine.save import ALIKE
 from accel_train.model.batch_norm import SyncedBatchNorm, trained_batch_norms
 from accel_train.model.freeze import named
 from accel_train.model.memory_estimate import state_bytes
-from accel_train.model.tensors import unpacked_numel
+from accel_train.model.weights import whole_numel
 from accel_train.observe.goodput import LaunchClock
 from accel_train.observe.notify import Notifier
 from accel_train.observe.observer import LogPlan, Observer, Observers, RunObserver
@@ -165,7 +164,8 @@ def open_observer(run: RunContext, folder: RunFolder, clock: LaunchClock) -> Run
             total_steps=plan.max_steps,
             samples_per_step=global_batch_size,
             num_samples_per_epoch=plan.order.steps_per_epoch * global_batch_size,
-            by_source=numbers_by_source(plan.order, recipe.data.window) if isinstance(plan.order, MixedOrder) else None,
+            by_source=numbers_by_source(plan.order, recipe.data.window),
+            idle_remedy=idle_remedy(recipe.precision),
             targets=targets,
         ),
         clock,
@@ -229,14 +229,6 @@ def few_held_out(facts: Facts, own: object, fraction: float) -> list[str]:
     more = "Raise data.eval_fraction, to 0.1 for example" if fraction < 0.1 else "Add samples"
     remedy = f"{more}, or give data.eval" if own is None else "Give more in data.eval"
     return [f"{num_eval} held-out samples are few{costs}. {remedy}"]
-
-
-def whole_numel(parameters: Iterable[nn.Parameter]) -> int:
-    """Return the number of elements of parameters, including other processes' ZeRO stage 3 shares.
-
-    4-bit weights count unpacked.
-    """
-    return sum(int(getattr(parameter, "ds_numel", unpacked_numel(parameter))) for parameter in parameters)
 
 
 def describe_batch_norm(run: RunContext) -> str | None:

@@ -87,6 +87,7 @@ def observing(
     every: int = 10,
     targets: str = "tokens",
     system: SystemMetrics | None = None,
+    idle_remedy: str = "",
 ) -> Iterator[Seen]:
     clock, screen = Clock(), io.StringIO()
     with RunFolder(path) as folder:
@@ -98,7 +99,14 @@ def observing(
             Progress("auto", total_steps=total_steps, stream=screen),
             trackers,
             Meter(flops_per_token=1e6, peak_flops=1e9, clock=clock),
-            LogPlan(every, total_steps, samples_per_step=4, num_samples_per_epoch=40, targets=targets),
+            LogPlan(
+                every,
+                total_steps,
+                samples_per_step=4,
+                num_samples_per_epoch=40,
+                targets=targets,
+                idle_remedy=idle_remedy,
+            ),
             system=system,
         )
         with observer:

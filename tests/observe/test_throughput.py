@@ -9,6 +9,7 @@ import torch
 
 from accel_train.core.hardware import GPUS, peak_flops
 from accel_train.observe import read_metrics
+from accel_train.observe.goodput import LaunchClock
 from accel_train.observe.run_folder import RunFolder
 from accel_train.observe.throughput import LARGEST_SHARE, LEAST_SECONDS, Meter, SystemMetrics, model_flops_per_token
 from tests.observe.test_observer import STEP, observing
@@ -230,6 +231,30 @@ def test_what_a_gpu_does_not_tell_is_left_out_and_not_asked_for_again(monkeypatc
         sample = {name: value for name, value in system.sample().items() if name.startswith("gpu_")}
         assert sample == {"gpu_reserved_bytes": 2**29, "gpu_percent": 97, "gpu_memory_bytes": 2**30, "gpu_watts": 350.5}
     assert asked.count("temperature") == 1
+
+
+@pytest.mark.parametrize(
+    "busy, waiting, remedy, said",
+    [
+        ([0, 90, 88, 92], 0.1, "do so", True),  # the first sample is of the first step, which compiles
+        ([90, 97, 96, 98], 0.1, "do so", False),
+        ([90, 90, 88, 92], 2.0, "do so", False),  # data is late
+        ([90, 90, 88, 92], 0.1, "", False),
+        ([90, 90, 88], 0.1, "do so", False),
+    ],
+)
+def test_a_gpu_that_idles_is_named_once_with_what_helps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, busy: list[float], waiting: float, remedy: str, said: bool
+) -> None:
+    accounts = {"waiting_for_data": waiting, "productive_steps": 10.0}
+    monkeypatch.setattr(LaunchClock, "accounts", lambda clock: accounts)
+    system = SystemMetrics(torch.device("cpu"))
+    samples = iter([{"gpu_percent": percent} for percent in [*busy, *[90] * 5][: len(busy) if len(busy) < 4 else 9]])
+    monkeypatch.setattr(system, "sample", lambda: next(samples, {}))
+    with observing(tmp_path, every=1, system=system, idle_remedy=remedy) as seen:
+        for step in range(1, 10):
+            seen.observer.on_step(STEP._replace(step=step), 1e-3)
+    assert seen.screen.getvalue().count("idle for 10 % of the time: do so") == said
 
 
 def test_the_machine_is_a_line_of_its_own_at_log_steps(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,7 @@ from accel_train.core.state import Choice
 from accel_train.data.labels import IGNORED_LABEL
 from accel_train.model.kernels.held_rows import HeldRows, held_rows, num_parts, split_of
 from accel_train.model.kernels.loss_by_source import LossBySource
+from accel_train.model.kernels.products import add_product, product
 from accel_train.runtime.driver import uses_cpu
 
 LOGITS_AT_ONCE = 2**26
@@ -39,8 +40,6 @@ weights, which each chunk reads and writes as a whole, is added up less often.
 """
 BYTES_PER_LOGIT = 12
 """Bytes of a chunk for each of its logits: the logit and its log-probability, and its gradient in 16 bits, twice."""
-PRODUCT_AT_ONCE = 2**24
-"""Largest number of elements of the head's gradient that one addition updates on a CPU: 64 MiB in fp32."""
 GRADIENT_SCALE = {torch.float16: 2.0**12}
 """Factor of the logits' gradients before they are rounded to fp16, whose smallest number is 6e-8."""
 _CHECKED_CLASSES = frozenset(
@@ -264,7 +263,7 @@ class _ChunkedLoss(torch.autograd.Function):
         rows: int,
         held: HeldRows,
         is_fused: bool,
-        add: Callable[[slice, Tensor], None] | None,
+        add: Callable[[slice, Tensor], None] | None = None,
     ) -> Tensor:
         wide = torch.promote_types(weight.dtype, torch.float32)
         inputs = (hidden, weight, bias)
@@ -456,46 +455,6 @@ def _count(hidden: Tensor, head: tuple[Tensor, Tensor | None], held: HeldRows, l
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     logits = product(hidden, weight.t())
     return logits if bias is None else logits.add_(bias)
-
-
-def product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
-    """Return a @ b, written to `out` if given. For 16-bit inputs it is fp32, so that nothing is rounded twice."""
-    if a.dtype not in (torch.float16, torch.bfloat16):
-        return torch.mm(a, b, out=out)
-    if a.is_cuda and has_wide_products("mm"):
-        return torch.mm(a, b, out_dtype=torch.float32, out=out)
-    return torch.mm(a.float(), b.float(), out=out)
-
-
-def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add a @ b to `total` (fp32, or the inputs' own type). The product is never there as a whole."""
-    if total.is_cuda and a.dtype == total.dtype:
-        total.addmm_(a, b)
-        return
-    if total.is_cuda and has_wide_products("addmm"):
-        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
-        return
-    # Rows that begin at a multiple of 64 suit matrix products: others took 3 times as long on an H100.
-    rows = max(PRODUCT_AT_ONCE // b.shape[1] // 64 * 64, 64)
-    for own, their in zip(total.split(rows), a.split(rows), strict=True):
-        own += product(their, b)
-
-
-@cache
-def has_wide_products(operator: Literal["mm", "addmm"], device: str = "cuda") -> bool:
-    """Return whether an operator of torch multiplies 16-bit matrices into an fp32 one on this kind of device.
-
-    Builds for AMD have neither operator, and in some versions `addmm` wants equal types.
-    """
-    a, total = torch.ones(16, 16, dtype=torch.bfloat16, device=device), torch.ones(16, 16, device=device)
-    try:
-        if operator == "mm":
-            torch.mm(a, a, out_dtype=torch.float32, out=total)
-        else:
-            torch.addmm(total, a, a, out_dtype=torch.float32, out=total)
-    except (RuntimeError, TypeError):
-        return False
-    return True
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from accel_train.core.errors import DataError
 from accel_train.model.kernels import chunked_loss as module
+from accel_train.model.kernels import products
 from accel_train.model.kernels.chunked_loss import (
     _CHECKED_CLASSES,
     _ChunkedLoss,
@@ -20,13 +21,13 @@ from accel_train.model.kernels.chunked_loss import (
     chunked_counts,
     chunked_loss,
     fused_differentiate,
-    has_wide_products,
     head_for_chunks,
     rows_at_once,
     summed_loss,
     why_whole,
 )
 from accel_train.model.kernels.held_rows import HeldRows
+from accel_train.model.kernels.products import has_wide_products
 from accel_train.model.lora import add_adapters
 from accel_train.model.training_module import TrainingModule
 from accel_train.recipe.schema import LoRA
@@ -164,7 +165,7 @@ def test_z_loss_and_its_gradients_in_fp32_are_within_1e_6_of_fp64(how: str, smoo
 def test_ignored_positions_that_are_not_left_out_count_nothing(
     monkeypatch: pytest.MonkeyPatch, smoothing: float, fused: bool
 ) -> None:
-    monkeypatch.setattr(module, "PRODUCT_AT_ONCE", 64 * WIDTH)  # of the head's gradient, 64 rows at a time
+    monkeypatch.setattr(products, "PRODUCT_AT_ONCE", 64 * WIDTH)  # of the head's gradient, 64 rows at a time
     given = (*case(bias=True, ignored=31), smoothing)
 
     def as_on_a_gpu(head: nn.Linear, hidden: Tensor, labels: Tensor, smoothing: float) -> Any:
@@ -421,7 +422,7 @@ def test_the_loss_is_fused_with_torchs_default_backend_alone(
     recipe = tiny_recipe(corpus, task="causal-lm", precision=precision)
     asked = []
 
-    def see(*_: Any, z_loss: float, compiled: bool) -> Tensor:
+    def see(*_: Any, compiled: bool, **_others: Any) -> Tensor:
         asked.append(compiled)
         return torch.zeros(())
 
