@@ -66,6 +66,8 @@ Tensors: TypeAlias = "dict[str, torch.Tensor]"
 """Results for a batch, by name, on the device."""
 Totals: TypeAlias = "Mapping[str, NDArray[Any]]"
 """Results for all batches of an evaluation or a prediction, by name, on the host."""
+FirstFingerprint: TypeAlias = str | Callable[[], str]
+"""Fingerprint of data in an earlier format of checkpoints, or a function that computes it if it is needed."""
 Columns: TypeAlias = dict[str, list[Any]]
 """A table of plain Python values, by column."""
 
@@ -167,8 +169,10 @@ class TaskData:
     """
     where: "Callable[[int], str] | None" = None
     """Function that names the source of a training sample: its file, or file and row."""
-    large_files: Mapping[Path, str] = field(default_factory=dict)
-    """SHA-256 by path of files that are too large to verify before training. The loop verifies them during training."""
+    large_files: Mapping[Path, str | Path] = field(default_factory=dict)
+    """SHA-256 by path of files that are too large to verify before training. The loop verifies them during training.
+    A path in place of a digest names the file that keeps it: the first run that reads all of the data writes it.
+    """
     inputs: Mapping[str, str] = field(default_factory=dict)
     """Digests by name of other inputs that determine the result (code, structure). A resume reports which have changed.
     """
@@ -178,8 +182,10 @@ class TaskData:
     """
     unread: dict[str, str] = field(default_factory=dict)
     """Settings that have no effect on these data, by dotted name, each with the reason. A training refuses them."""
-    first_fingerprint: str = ""
-    """Fingerprint of the same data in the first format of checkpoints, which hashed settings; empty if it is equal."""
+    first_fingerprint: FirstFingerprint = ""
+    """Fingerprint of the same data in the first format of checkpoints, which hashed settings, or of copied token files;
+    empty if it is equal. A function computes it only for a checkpoint whose fingerprint differs.
+    """
 
     def add_notes(self, notes: Sequence[str]) -> None:
         """Add sentences for the plan and the report to `facts.notes`, without duplicates.

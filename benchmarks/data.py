@@ -120,13 +120,13 @@ def reading(sizes: Sizes, folder: Path) -> list[Figure]:
     import torch
     from torch.utils.data import DataLoader, Dataset
 
-    from accel_train.data.text.tokens import WindowDataset, collate_windows
+    from accel_train.data.text.tokens import TokenStream, WindowDataset, collate_windows
     from benchmarks.nanogpt_style import random_batch
 
     shard = folder / "shard.bin"
     write_tokens(shard, num_tokens=sizes.shard_tokens, vocab_size=VOCAB_SIZE, seed=0)
     batch, length = sizes.batch_size, sizes.sequence_length
-    windows = WindowDataset(shard, dtype=np.dtype("<u2"), num_tokens=sizes.shard_tokens, sequence_length=length)
+    windows = WindowDataset(TokenStream.of(shard, np.dtype("<u2"), sizes.shard_tokens), sequence_length=length)
     order = np.random.default_rng(0).permutation(len(windows) - 1)
     index_lists = [
         order[np.arange(start, start + batch) % len(order)].tolist() for start in range(0, sizes.batches * batch, batch)
@@ -215,7 +215,7 @@ def resuming(sizes: Sizes, folder: Path) -> list[Figure]:
     from torch.utils.data import DataLoader
 
     from accel_train.data.order import DataOrder
-    from accel_train.data.text.tokens import WindowDataset, collate_windows
+    from accel_train.data.text.tokens import TokenStream, WindowDataset, collate_windows
 
     length, batch = 8, sizes.batch_size
     num_tokens = sizes.resume_samples * length + 1
@@ -226,7 +226,7 @@ def resuming(sizes: Sizes, folder: Path) -> list[Figure]:
     seeds = iter(range(10**9))  # a seed of its own for each run, so that nothing is left in a cache
 
     def dataset() -> WindowDataset:
-        return WindowDataset(shard, dtype=np.dtype("<u2"), num_tokens=num_tokens, sequence_length=length)
+        return WindowDataset(TokenStream.of(shard, np.dtype("<u2"), num_tokens), sequence_length=length)
 
     def collate(rows: Any) -> dict[str, Any]:
         return collate_windows(rows, separator_id=0, mask_documents=False)

@@ -25,7 +25,7 @@ from accel_train.recipe.schema import Recipe
 from accel_train.recipe.values import Section, value_of
 from accel_train.recipe.writer import who_set
 from accel_train.recipe.yaml_core import show
-from accel_train.task import TaskData
+from accel_train.task import FirstFingerprint, TaskData
 
 FOLLOWS_FROM = {
     "data.mixture": ("data.train",),
@@ -204,7 +204,7 @@ def changes_evaluation(changes: Sequence[Change]) -> bool:
     return any(change.name.startswith(_OF_EVALUATION) for change in changes)
 
 
-def upgraded(saved: JsonRecord, identity: JsonRecord, first_fingerprint: str) -> JsonRecord:
+def upgraded(saved: JsonRecord, identity: JsonRecord, first_fingerprint: FirstFingerprint) -> JsonRecord:
     """Return the fingerprint of a checkpoint as this version stores it, also if it is in the first format.
 
     `first_fingerprint` is the fingerprint of this run's data in that format (`TaskData.first_fingerprint`).
@@ -213,8 +213,9 @@ def upgraded(saved: JsonRecord, identity: JsonRecord, first_fingerprint: str) ->
     if "data.preprocessing" in hashed:
         known = hashed["data.preprocessing"].items()
         hashed["data.preprocessing"] = {name: value for name, value in known if name in FIELDS["Preprocessing"]}
-    if hashed and saved.get("data.fingerprint") == first_fingerprint:
-        hashed["data.fingerprint"] = identity["data.fingerprint"]
+    was, now = saved.get("data.fingerprint"), identity["data.fingerprint"]
+    if was != now and was == (first_fingerprint() if callable(first_fingerprint) else first_fingerprint):
+        hashed["data.fingerprint"] = now
     return {**saved, **hashed}
 
 

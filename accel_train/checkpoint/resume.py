@@ -47,6 +47,7 @@ from accel_train.recipe.schema import Recipe
 from accel_train.runtime.consistency import who_lacks
 from accel_train.runtime.process_group import on_main
 from accel_train.runtime.signals import StopRequest
+from accel_train.task import FirstFingerprint
 
 BY_ITSELF = ("auto", "unchanged")
 """Values of `checkpoint.resume` with which a run finds its newest checkpoint."""
@@ -76,7 +77,7 @@ def agree_on_checkpoint(
     accelerator: Accelerator,
     identity: JsonRecord,
     settings: Settings,
-    first_fingerprint: str,
+    first_fingerprint: FirstFingerprint,
 ) -> ResumePoint:
     """Return the checkpoint to resume from. The main process finds it, and each process hashes a share of its files.
 
@@ -156,7 +157,7 @@ def shares_of(sizes: Mapping[str, int], num_shares: int) -> list[list[str]]:
 
 
 def find_checkpoint(
-    recipe: Recipe, identity: JsonRecord, digests: Digests, settings: Settings, first_fingerprint: str
+    recipe: Recipe, identity: JsonRecord, digests: Digests, settings: Settings, first_fingerprint: FirstFingerprint
 ) -> ResumePoint:
     """Return the newest valid checkpoint of this run, or the checkpoint that the recipe names.
 

@@ -4,9 +4,11 @@ CACHE/text/KEY/            published in one rename: train.bin, eval.bin, meta.js
 CACHE/text/KEY.lock        held by the one process that builds KEY
 CACHE/text/KEY.building/   unfinished build; the next build removes what a killed build left
 CACHE/text/digests.json    digests of source files, by path, size and modification time
+CACHE/text/pinned/         digests of large token files that runs read where they lie, by the digest of samples
 CACHE/text/latest/         newest KEY of each recipe, to detect a changed source
 """
 
+import hashlib
 import os
 import threading
 import time
@@ -29,6 +31,7 @@ CHECKED_AT_OPENING_BYTES = 2**28
 # A file rewritten within the clock's resolution keeps its modification time. Digests this young are not trusted (git
 # does the same).
 _SETTLED_SECONDS = 2.0
+_NUM_SAMPLES, _SAMPLE_BYTES = 64, 4096
 
 
 def cache_root(data: Data) -> Path:
@@ -96,6 +99,17 @@ def file_digests(files: Sequence[Path], cache: Path, advance: Callable[[float], 
     return [entry[2] for _, entry in found]
 
 
+def sample_digest(file: Path) -> str:
+    """Return a digest of a file's size and of samples of its content, in milliseconds for a file of any size."""
+    num_bytes = file.stat().st_size
+    digest = hashlib.sha256(str(num_bytes).encode())
+    with file.open("rb") as content:
+        for number in range(_NUM_SAMPLES):
+            content.seek(max(num_bytes - _SAMPLE_BYTES, 0) * number // (_NUM_SAMPLES - 1))
+            digest.update(content.read(_SAMPLE_BYTES))
+    return digest.hexdigest()
+
+
 def stamp_of(file: Path) -> list[int]:
     """Return a file's size in bytes and modification time in nanoseconds."""
     stat = file.stat()
@@ -136,10 +150,14 @@ def digests_of_large_files(folder: Path, meta: Mapping[str, Any]) -> dict[Path, 
 
 
 class DigestCheck:
-    """A thread that compares files with their digests while a run trains on them."""
+    """A thread that compares files with their digests while a run trains on them.
 
-    def __init__(self, digests: Mapping[Path, str]) -> None:
+    A path in place of a digest names the file that keeps the digest, once a run has read the whole file.
+    """
+
+    def __init__(self, digests: Mapping[Path, str | Path]) -> None:
         self._digests, self._stopped = digests, threading.Event()
+        self._stamps = {path: stamp_of(path) for path, digest in digests.items() if isinstance(digest, Path)}
         self._thread = threading.Thread(target=self._compare, name="digests", daemon=True)
         self._damage: str | None = None
 
@@ -167,18 +185,31 @@ class DigestCheck:
             raise DataError(self._damage)
 
     def _compare(self) -> None:
-        for path, digest in self._digests.items():
+        for path, known in self._digests.items():
+            again = f"remove {path.parent}, and run again"
             try:
-                if sha256(path, self._stopped) != digest and not self._stopped.is_set():
-                    self._damage = (
-                        f"{path} is damaged (it differs from its digest); remove {path.parent}, and run again: it "
-                        f"will be made again"
-                    )
+                found = sha256(path, self._stopped)
+                if self._stopped.is_set():
+                    return
+                if isinstance(known, Path):
+                    again = f"restore it, or remove {known} and start a new run"
+                    self._compare_source(path, known, found, again)
+                elif found != known:
+                    self._damage = f"{path} is damaged (it differs from its digest); {again}: it will be made again"
             # Removed after it was mapped. The mapped data can no longer be compared.
             except FileNotFoundError:
                 continue
             except OSError as error:
-                self._damage = f"{path} cannot be read ({error.strerror}); remove {path.parent}, and run again"
+                self._damage = f"{path} cannot be read ({error.strerror}); {again}"
+
+    def _compare_source(self, path: Path, pin: Path, found: str, again: str) -> None:
+        if stamp_of(path) != self._stamps[path]:
+            self._damage = f"{path} was written while a run trained on it; {again}"
+        elif not pin.is_file():
+            pin.parent.mkdir(exist_ok=True)
+            write_atomically(pin, found.encode())
+        elif pin.read_text() != found:
+            self._damage = f"{path} has changed since a run read it (it differs from its digest); {again}"
 
 
 def complete(building: Path, meta: JsonRecord) -> JsonRecord:

@@ -52,11 +52,11 @@ TABLE_KINDS: dict[str, FileKind] = {
     ".json": "json",
     ".conll": "conll",
     **dict.fromkeys((".conllu", ".bio", ".iob", ".iob2"), "conll"),
-    ".bin": "tokens",
+    **dict.fromkeys((".bin", ".ds", ".mds"), "tokens"),
 }
 """File kind by suffix. Each row is one document.
 
-In `.bin` files, a separator token divides documents. In CoNLL files, a blank line divides sentences.
+In token files, an index or a separator token divides documents. In CoNLL files, a blank line divides sentences.
 """
 
 _READ_IN = {
@@ -102,7 +102,7 @@ def resolve_sources(names: str | tuple[str, ...], data: Data, *, key: str) -> tu
         "tokens"
     }
     if holds_tokens(sources) and is_text:
-        raise ValueError(f"{key} mixes .bin token shards with text ({names!r}); give token shards alone")
+        raise ValueError(f"{key} mixes token files with text ({names!r}); give token files alone")
     return sources
 
 
@@ -185,6 +185,16 @@ def num_bytes_of(source: Source) -> float:
     return float(sum(file.stat().st_size for file in source.files))
 
 
+def companions_of(file: Path) -> list[Path]:
+    """Return the existing files next to a token file that say how to read it."""
+    names = {
+        ".bin": [f"{file.stem}.idx"],
+        ".ds": [f"{file.name}.metadata", f"{file.name}.index"],
+        ".mds": ["index.json"],
+    }
+    return [path for name in names.get(file.suffix.lower(), ()) if (path := file.with_name(name)).is_file()]
+
+
 def file_kind(path: Path) -> FileKind | None:
     """Return the kind of a file by its name, or None if unknown."""
     suffix = path.suffix.lower()
@@ -234,6 +244,11 @@ def _resolve_folder(name: str, folder: Path, data: Data, key: str) -> Source:
     if is_saved_dataset(folder):
         return _load_saved_dataset(name, folder, data, key)
     paths = [path for path in files_below(folder, skipped={"__pycache__"}) if path.is_file()]
+    if compressed := [path for path in paths if ".mds" in path.suffixes[:-1]]:
+        raise ValueError(
+            f"{key}: {compressed[0]} is compressed, and tokens are read where they lie; write the shards without "
+            "compression"
+        )
     # JSON files describe data as often as they contain it, so JSON files in a folder are skipped.
     files = [path for path in paths if file_kind(path) not in (None, "json")]
     if not files:
@@ -243,7 +258,7 @@ def _resolve_folder(name: str, folder: Path, data: Data, key: str) -> Source:
         )
     if data.lines != "folder_names":
         _refuse_held_out_files(name, folder, files, data, key)
-    left_out = sorted({*paths} - {*files})
+    left_out = sorted({*paths} - {*files, *(each for file in files for each in companions_of(file))})
     notes: tuple[str, ...] = (
         (f"{name}: left out {format_count(len(left_out), 'file')} of other kinds ({_suffix_counts(left_out)})",)
         if left_out

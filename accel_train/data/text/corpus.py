@@ -4,24 +4,30 @@ import lzma
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import pairwise
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
-from torch.utils.data import ConcatDataset
 from tqdm import tqdm
 
-from accel_train.core.errors import SettingError
 from accel_train.core.files import publish_folder
 from accel_train.core.format import format_count
 from accel_train.core.json_io import json_digest
 from accel_train.core.state import JsonRecord
 from accel_train.data import cache
-from accel_train.data.sources import Source, describe, files_of, holds_tokens, num_bytes_of
+from accel_train.data.sources import Source, companions_of, describe, file_kind, files_of, holds_tokens, num_bytes_of
 from accel_train.data.tables import resolve_both
 from accel_train.data.text.documents import Split, choose_split, read_documents
+from accel_train.data.text.token_files import (
+    OTHER_TOKENIZER,
+    choose_tail,
+    count_tokens,
+    notes_on_tokenizers,
+    read_layouts,
+)
 from accel_train.data.text.tokenizers import (
     TextTokenizer,
     load_tokenizer,
@@ -31,17 +37,16 @@ from accel_train.data.text.tokenizers import (
 )
 from accel_train.data.text.tokens import (
     ShardWriter,
-    TokenFile,
+    Tally,
     Tokens,
+    TokenStream,
     WindowDataset,
     Windows,
-    inspect_token_file,
-    tail_start,
-    token_chunks,
+    by_source,
 )
 from accel_train.recipe.data import TrainedTokenizer, WindowData
 from accel_train.recipe.schema import Recipe
-from accel_train.task import Facts
+from accel_train.task import Facts, FirstFingerprint
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -66,8 +71,10 @@ class Corpus(Generic[Samples]):
     fingerprint: str
     """Hex digest. Equal fingerprints mean equal tokens and equal targets."""
     facts: Facts
-    large_files: Mapping[Path, str] = field(default_factory=dict)
-    """SHA-256 by path of large files whose digests are not checked yet, because that takes long."""
+    large_files: Mapping[Path, str | Path] = field(default_factory=dict)
+    """SHA-256 by path of large files whose digests are not checked yet, because that takes long (`DigestCheck`)."""
+    first_fingerprint: FirstFingerprint = ""
+    """Fingerprint of the same tokens in versions that copied token files."""
 
 
 TextCorpus = Corpus[Windows]
@@ -96,7 +103,8 @@ def prepare_text(recipe: Recipe, *, progress: bool) -> TextCorpus:
     """
     inputs = _inputs(recipe, progress)
     root = cache.cache_folder(recipe.data)
-    contents = _contents(inputs, root)
+    sampled = _are_sampled(inputs)
+    contents = _contents(inputs, root, sampled)
     folder = root / json_digest(contents)[:32]
     notes: list[str] = []
     built: TextTokenizer | None = None
@@ -109,7 +117,16 @@ def prepare_text(recipe: Recipe, *, progress: bool) -> TextCorpus:
                 built, meta = _build(inputs, root, folder)
     for note in notes if progress else ():
         tqdm.write(note, file=sys.stderr)
-    return _open(recipe, inputs, folder, meta, built, notes)
+    corpus = _open(recipe, inputs, folder, meta, built, notes)
+    if not sampled:
+        return corpus
+
+    def in_full() -> str:
+        return json_digest([json_digest(_contents(inputs, root))[:32], meta["tokenizer_digest"]])
+
+    files = _token_files((*inputs.train, *inputs.eval))
+    pins = {file: root / "pinned" / cache.sample_digest(file) for file in files}
+    return replace(corpus, large_files={**corpus.large_files, **pins}, first_fingerprint=in_full)
 
 
 def _inputs(recipe: Recipe, progress: bool) -> Inputs:
@@ -125,14 +142,26 @@ def _inputs(recipe: Recipe, progress: bool) -> Inputs:
     return Inputs(WindowData.of(recipe.data), train, held_out, tokenizer, notes, progress)
 
 
-def _contents(inputs: Inputs, root: Path) -> JsonRecord:
+def _token_files(sources: Sequence[Source]) -> list[Path]:
+    """Return the token files of sources with the files that say how to read them."""
+    files = [file for file in files_of(sources) if file_kind(file) == "tokens"]
+    return list(dict.fromkeys(each for file in files for each in (file, *companions_of(file))))
+
+
+def _are_sampled(inputs: Inputs) -> bool:
+    """Return whether token files are so large that only samples of them are read before training."""
+    files = _token_files((*inputs.train, *inputs.eval))
+    return sum(file.stat().st_size for file in files) > cache.CHECKED_AT_OPENING_BYTES
+
+
+def _contents(inputs: Inputs, root: Path, sampled: bool = False) -> JsonRecord:
     """Return everything that determines the tokens. File names are excluded, so a corpus may move."""
     data, tokenizer = inputs.data, inputs.tokenizer
     sides = {"train": inputs.train, "eval": inputs.eval}
     sizes = sum(file.stat().st_size for file in files_of((*inputs.train, *inputs.eval)))
     with byte_bar("checking the sources", sizes, inputs.progress) as bar:
         contents = {
-            side: [[_source_contents(source, root, bar.update)] for source in sources]
+            side: [[_source_contents(source, root, bar.update, sampled)] for source in sources]
             for side, sources in sides.items()
         }
     return {
@@ -154,11 +183,13 @@ def _to_train(tokenizer: TrainedTokenizer) -> JsonRecord:
     return {"train_bpe": {"vocab_size": section.vocab_size, **section.model_dump(exclude_defaults=True)}}
 
 
-def _source_contents(source: Source, root: Path, advance: Callable[[float], object]) -> list[Any]:
+def _source_contents(source: Source, root: Path, advance: Callable[[float], object], sampled: bool) -> list[Any]:
     if source.dataset is not None:
         return [source.name, source.dataset._fingerprint]
-    digests = cache.file_digests(source.files, root, advance)
-    return [[file.suffix.lower(), digest] for file, digest in zip(source.files, digests)]
+    tokens = _token_files([source])
+    files = tokens or source.files
+    digests = map(cache.sample_digest, files) if sampled and tokens else cache.file_digests(files, root, advance)
+    return [[file.suffix.lower(), digest] for file, digest in zip(files, digests)]
 
 
 def _reasons_to_build(inputs: Inputs, tokenizer_contents: Any, root: Path, folder: Path) -> list[str]:
@@ -168,7 +199,7 @@ def _reasons_to_build(inputs: Inputs, tokenizer_contents: Any, root: Path, folde
     recipe_digest = json_digest({**named, "tokenizer": tokenizer_contents})[:32]
     before = cache.note_latest(root, recipe_digest, folder.name)
     reasons = []
-    if before:
+    if before and not holds_tokens(inputs.train):
         reasons.append(f"the sources changed since their tokens were kept in {root / before}: tokenizing again")
     if folder.exists():
         reasons.append(f"the kept tokens in {folder} are damaged: tokenizing again")
@@ -195,6 +226,8 @@ def _open(
 ) -> TextCorpus:
     facts = Facts(**meta["facts"], cache_folder=str(folder), reused=built is None)
     facts.notes += notes
+    if holds_tokens(inputs.train) and holds_tokens(inputs.eval or inputs.train):
+        facts.cache_folder = None
     length = WindowData.of(recipe.data).sequence_length
     num_tokens, num_held_out = facts.train_tokens or 0, facts.eval_tokens or 0
     if num_tokens <= length:
@@ -206,22 +239,21 @@ def _open(
     if isinstance(tokenizer, TrainedTokenizer):
         tokenizer = prepare_tokenizer(load_tokenizer(str(folder / "tokenizer"), trust_remote_code=False))
 
-    def windows(side: str, first: int, number: int) -> WindowDataset:
+    def windows(side: str, sources: Sequence[Source], start: int, number: int) -> WindowDataset:
+        if holds_tokens(sources):
+            tokens = replace(read_layouts(files_of(sources)).cut(start, start + number), remedy=f"; {OTHER_TOKENIZER}")
+        else:
+            tokens = TokenStream.of(folder / f"{side}.bin", np.dtype(meta["dtype"]), number)
         return WindowDataset(
-            folder / f"{side}.bin",
-            dtype=np.dtype(meta["dtype"]),
-            num_tokens=number,
+            tokens,
             sequence_length=length,
             vocab_size=tokenizer.vocab_size,
-            first_token=first,
+            marks_documents=getattr(recipe.data, "mask_documents", False) and tokens.documents is not None,
         )
 
-    train: Windows = windows("train", 0, num_tokens)
-    if inputs.data.mixture:
-        train = ConcatDataset(
-            [windows("train", start, end - start) for start, end in pairwise([0, *meta["source_ends"]])]
-        )
-    held_out = windows("eval", 0, num_held_out)
+    stream = windows("train", inputs.train, 0, num_tokens)
+    train = by_source(stream, meta["source_ends"]) if inputs.data.mixture else stream
+    held_out = windows("eval", inputs.eval or inputs.train, 0 if inputs.eval else num_tokens, num_held_out)
     return Corpus(
         train=train,
         eval=held_out if num_held_out > 1 else None,
@@ -273,7 +305,7 @@ def build_shards(folder: Path, inputs: Inputs) -> tuple[TextTokenizer, JsonRecor
         ValueError: a document cannot be read, or no training document is left.
     """
     counts = Counts(notes=[*inputs.notes, *_leaks(inputs)])
-    split, are_tokens = Split(), holds_tokens(inputs.train)
+    split, are_tokens, sampled = Split(), holds_tokens(inputs.train), _are_sampled(inputs)
     if not inputs.eval and not are_tokens:
         split = choose_split(_texts(inputs.train, inputs), inputs.data.eval_fraction, seed=inputs.data.split_seed)
         counts.notes += [split.note] if split.note else []
@@ -281,28 +313,38 @@ def build_shards(folder: Path, inputs: Inputs) -> tuple[TextTokenizer, JsonRecor
     if isinstance(tokenizer, TrainedTokenizer):
         tokenizer = _train_tokenizer(tokenizer.train_bpe.vocab_size, inputs, split, counts.notes)
         tokenizer.tokenizer.save_pretrained(str(folder / "tokenizer"))
-    fits_in_two_bytes = tokenizer.vocab_size <= 1 << 16
-    if are_tokens and (not inputs.eval or holds_tokens(inputs.eval)):
-        files = _token_files((*inputs.train, *inputs.eval))
-        fits_in_two_bytes = fits_in_two_bytes or all(file.dtype == np.dtype("<u2") for file in files)
-    dtype = np.dtype("<u2" if fits_in_two_bytes else "<u4")
-    with (
-        ShardWriter(folder / "train.bin", dtype, tokenizer.vocab_size) as train,
-        ShardWriter(folder / "eval.bin", dtype, tokenizer.vocab_size) as held_out,
-    ):
-        ends: list[int] = []
+    dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
+    sides = {"train": inputs.train, "eval": inputs.eval or inputs.train}
+    ends: list[int] = []
+    with ExitStack() as opened:
+        # Token files are read where they lie.
+        written = [
+            opened.enter_context(ShardWriter(folder / f"{side}.bin", dtype, tokenizer.vocab_size))
+            for side, sources in sides.items()
+            if not holds_tokens(sources)
+        ]
+        train, held_out = (written[0], written[-1]) if written else (Tally(0), Tally(0))
         if are_tokens:
-            _copy_training_tokens(inputs, tokenizer, train, held_out, counts.notes)
+            stream = read_layouts(files := files_of(inputs.train))
+            cut = stream.num_tokens
+            if not inputs.eval:
+                cut, note = choose_tail(stream, inputs.data, tokenizer.separator_id)
+                held_out = count_tokens(stream, cut, stream.num_tokens, tokenizer, sampled)
+                counts.notes += note
+            train = count_tokens(stream, 0, cut, tokenizer, sampled)
+            sizes = (read_layouts(files_of([source])).num_tokens for source in inputs.train)
+            ends = [min(end, cut) for end in accumulate(sizes)]
+            counts.notes += notes_on_tokenizers(files, tokenizer)
         else:
             # The windows of a mixture are of one source each.
             for sources in [[each] for each in inputs.train] if inputs.data.mixture else [inputs.train]:
-                _tokenise(sources, split, inputs, tokenizer, (train, held_out), counts)
-                ends.append(train.num_tokens)
+                _tokenise(sources, split, inputs, tokenizer, (written[0], written[-1]), counts)
+                ends.append(written[0].num_tokens)
         if holds_tokens(inputs.eval):
-            for chunk in token_chunks(_token_files(inputs.eval), tokenizer.vocab_size):
-                held_out.write(chunk)
+            stream = read_layouts(files_of(inputs.eval))
+            held_out = count_tokens(stream, 0, stream.num_tokens, tokenizer, sampled)
         elif inputs.eval and train.num_tokens:
-            _tokenise(inputs.eval, Split(eval_fraction=1.0), inputs, tokenizer, (train, held_out), counts)
+            _tokenise(inputs.eval, Split(eval_fraction=1.0), inputs, tokenizer, (written[-1], written[-1]), counts)
         for key, sources, shard in ((inputs.data.train_key, inputs.train, train), ("data.eval", inputs.eval, held_out)):
             if sources and not shard.num_tokens:
                 raise ValueError(f"{key} holds no documents: {describe(sources)}; every file or row is empty")
@@ -435,50 +477,15 @@ def _texts(sources: Sequence[Source], inputs: Inputs, title: str = "") -> Iterat
                 bar.update(document.num_source_bytes)
 
 
-def _copy_training_tokens(
-    inputs: Inputs, tokenizer: TextTokenizer, train: ShardWriter, held_out: ShardWriter, notes: list[str]
-) -> None:
-    files = _token_files(inputs.train)
-    total = sum(file.num_tokens for file in files)
-    cut = total
-    if not inputs.eval and inputs.data.eval_fraction > 0:
-        if inputs.data.split_seed:
-            raise SettingError(
-                "token files hold out their end, which does not depend on a seed",
-                "Leave the setting out, or name evaluation data in data.eval",
-                f"data.split_seed={inputs.data.split_seed}",
-                ("data.split_seed",),
-            )
-        cut, at_document = tail_start(files, tokenizer.separator_id, inputs.data.eval_fraction)
-        place = "from the beginning of a document" if at_document else "not at a separator: none is near"
-        notes.append(f"the last {total - cut:,} tokens are held out for evaluation, {place} (data.eval_fraction)")
-    with byte_bar("copying tokens", total, inputs.progress) as bar:
-        position = 0
-        for chunk in token_chunks(files, tokenizer.vocab_size):
-            here = min(max(cut - position, 0), len(chunk))
-            train.write(chunk[:here])
-            held_out.write(chunk[here:])
-            position += len(chunk)
-            bar.update(len(chunk))
-
-
-def _token_files(sources: Sequence[Source]) -> list[TokenFile]:
-    return [inspect_token_file(file) for file in files_of(sources)]
-
-
-def _corpus_facts(
-    inputs: Inputs, separator_id: int, train_shard: ShardWriter, eval_shard: ShardWriter, counts: Counts
-) -> Facts:
+def _corpus_facts(inputs: Inputs, separator_id: int, train_shard: Tally, eval_shard: Tally, counts: Counts) -> Facts:
     """Return the facts of a built corpus. Facts on text are None if the source holds tokens.
 
-    Token shards are counted by their separators.
+    Token files are counted by their indexes or separators.
     """
     train_is_text, eval_is_text = not holds_tokens(inputs.train), not holds_tokens(inputs.eval or inputs.train)
-    num_train_separators = int(train_shard.token_counts[separator_id])
-    num_eval_separators = int(eval_shard.token_counts[separator_id])
-    from_tokens = (0 if train_is_text else num_train_separators) + (0 if eval_is_text else num_eval_separators)
+    in_files = [each.num_documents for each in (train_shard, eval_shard) if not isinstance(each, ShardWriter)]
     unigram = None
-    if eval_is_text and eval_shard.num_tokens > 1:
+    if eval_is_text and eval_shard.num_tokens > 1 and not _are_sampled(inputs):
         targets = eval_shard.token_counts.copy()
         # The first token of the stream is not a target for a model either.
         targets[separator_id] -= 1
@@ -487,9 +494,9 @@ def _corpus_facts(
     text = bytes(counts.eval_start)
     return Facts(
         sources=describe(inputs.train, inputs.eval),
-        num_documents=counts.num_documents + from_tokens,
+        num_documents=None if None in in_files else counts.num_documents + sum(each or 0 for each in in_files),
         num_empty_documents=counts.num_empty_documents,
-        num_eval_documents=counts.num_eval_documents if eval_is_text else num_eval_separators,
+        num_eval_documents=counts.num_eval_documents if eval_is_text else eval_shard.num_documents or 0,
         train_tokens=train_shard.num_tokens,
         eval_tokens=eval_shard.num_tokens,
         train_bytes=counts.train_bytes if train_is_text else None,

@@ -1,13 +1,13 @@
-"""Token ids on disk and windows over them. Reads raw (nanoGPT) and llm.c files, and writes raw files.
+"""Token ids on disk, read where they lie: streams of parts of files, and windows over them.
 
-A raw file is little-endian uint16 without a header. An llm.c header is 256 int32: magic number, version, token count,
-zeros.
+`token_files.py` has the formats of files.
 """
 
 import os
 from collections.abc import Iterator, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 from torch.utils.data import ConcatDataset, Dataset
 
@@ -25,106 +24,169 @@ from accel_train.data.labels import IGNORED_LABEL
 
 Tokens = NDArray[np.integer[Any]]
 
-_HEADER_INTS = 256
-# llm.c, dev/data/data_common.py: magic number -> version, token type. modded-nanogpt writes the first.
-_HEADERS: dict[int, tuple[int, np.dtype[Any]]] = {20240520: (1, np.dtype("<u2")), 20240801: (7, np.dtype("<u4"))}
-_CHUNK_TOKENS = 1 << 22
+CHUNK_TOKENS = 1 << 22
 # Fills a short last window. Never a token id.
 PADDING = -1
+# Is added to the first token of a document, where the format of a file says where documents begin.
+BEGINS = 1 << 40
 LEAST_COMPILED = 16
 """Smallest number of documents that compiled code expects in a row. Rows with fewer have empty ones."""
 
 
-@dataclass(frozen=True)
-class TokenFile:
-    """A file of tokens and the position of the tokens in it."""
+@dataclass(frozen=True, eq=False)
+class TokenStream:
+    """Token ids in parts of files, one after another. Each process maps a file on first use.
 
-    path: Path
-    dtype: np.dtype[Any]
-    num_tokens: int
-    offset_bytes: int = 0
-
-    def map(self) -> Tokens:
-        """Return the tokens as a plain array over the file's pages, without reading them."""
-        if self.num_tokens == 0:
-            return np.zeros(0, self.dtype)
-        # Indexing the np.memmap subclass takes twice as long.
-        pages = np.memmap(self.path, self.dtype, mode="r", offset=self.offset_bytes, shape=(self.num_tokens,))
-        return np.asarray(pages)
-
-
-def inspect_token_file(path: Path) -> TokenFile:
-    """Return the format and size of a `.bin` file, detected from its first bytes.
-
-    Raises:
-        ValueError: the file size does not match whole tokens or the header.
+    A pickle is the names of the files and the table of parts, without tokens.
     """
-    num_bytes = path.stat().st_size
-    with path.open("rb") as file:
-        start = np.frombuffer(file.read(12), dtype="<i4") if num_bytes >= 12 else np.zeros(3, np.int32)
-    magic, version, num_tokens = (int(value) for value in start)
-    if magic not in _HEADERS:
-        if num_bytes % 2:
-            raise ValueError(
-                f"{path}: its size in bytes, {num_bytes}, is not a whole number of uint16 tokens; is the file complete?"
-            )
-        return TokenFile(path, np.dtype("<u2"), num_bytes // 2)
-    known_version, dtype = _HEADERS[magic]
-    expected_bytes = _HEADER_INTS * 4 + num_tokens * dtype.itemsize
-    if version != known_version or num_bytes != expected_bytes:
-        raise ValueError(
-            f"{path}: its header (magic {magic}, version {version}) says {num_tokens} tokens, {expected_bytes} bytes "
-            f"in version {known_version}; the file has {num_bytes} bytes; write it again"
-        )
-    return TokenFile(path, dtype, num_tokens, _HEADER_INTS * 4)
+
+    files: tuple[Path, ...]
+    dtypes: tuple[np.dtype[Any], ...]
+    """Type of the tokens of each file."""
+    parts: NDArray[np.int64]
+    """File (an index), first byte, and number of tokens of each part: (parts, 3)."""
+    documents: NDArray[np.int64] | None = None
+    """Positions at which documents begin, sorted. None: a separator token says it."""
+    remedy: str = ""
+    """What to do if a token is not an id. Default: the files were made here, and can be made again."""
+    _maps: dict[int, NDArray[np.uint8]] = field(default_factory=dict, repr=False, compare=False)
+
+    @classmethod
+    def of(cls, path: Path, dtype: np.dtype[Any], num_tokens: int, offset_bytes: int = 0) -> "TokenStream":
+        """Return the stream of one part of one file."""
+        return cls((path,), (dtype,), np.array([[0, offset_bytes, num_tokens]]))
+
+    @classmethod
+    def join(cls, streams: Sequence["TokenStream"]) -> "TokenStream":
+        """Return streams one after another. Documents are known if all streams know them."""
+        files, dtypes = (tuple(each for it in streams for each in getattr(it, name)) for name in ("files", "dtypes"))
+        first_files = np.cumsum([0, *(len(each.files) for each in streams)])
+        starts = np.cumsum([0, *(each.num_tokens for each in streams)])
+        parts = [each.parts + np.array([first, 0, 0]) for each, first in zip(streams, first_files)]
+        known = [each.documents + start for each, start in zip(streams, starts) if each.documents is not None]
+        return cls(files, dtypes, np.concatenate(parts), np.concatenate(known) if len(known) == len(streams) else None)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_maps": {}}
+
+    @cached_property
+    def ends(self) -> NDArray[np.int64]:
+        """Position after each part: (parts,)."""
+        return np.cumsum(self.parts[:, 2])
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens of all parts."""
+        return int(self.parts[:, 2].sum())
+
+    def cut(self, start: int, stop: int) -> "TokenStream":
+        """Return the tokens from `start` up to `stop` as a stream."""
+        parts, ends = self.parts.copy(), self.ends
+        begins = ends - parts[:, 2]
+        skipped = np.clip(start - begins, 0, parts[:, 2])
+        sizes = np.array([dtype.itemsize for dtype in self.dtypes])
+        parts[:, 1] += skipped * sizes[parts[:, 0]]
+        parts[:, 2] = np.clip(stop - begins, skipped, parts[:, 2]) - skipped
+        inside = None
+        if self.documents is not None:
+            low, high = np.searchsorted(self.documents, [start, stop])
+            inside = self.documents[low:high] - start
+        return replace(self, parts=parts[parts[:, 2] > 0], documents=inside, _maps={})
+
+    def locate(self, position: int) -> tuple[Path, int]:
+        """Return the file of a token, and its position in the file's part."""
+        part = int(np.searchsorted(self.ends, position, "right"))
+        return self.files[self.parts[part, 0]], int(position - self.ends[part] + self.parts[part, 2])
+
+    def chunks(self, start: int, stop: int) -> Iterator[tuple[int, Tokens]]:
+        """Yield the tokens from `start` up to `stop` without a copy, some millions at a time, with their position."""
+        while start < stop:
+            part = int(np.searchsorted(self.ends, start, "right"))
+            tokens = self._overlapping(part, 1)[:, 0]
+            skipped = start - int(self.ends[part]) + len(tokens)
+            chunk = tokens[skipped : skipped + min(stop - start, CHUNK_TOKENS)]
+            yield start, chunk
+            start += len(chunk)
+
+    def rows(self, positions: NDArray[np.int64], width: int) -> NDArray[np.int64]:
+        """Return `width` tokens from each position on: (N, width) int64. What is after the end is padded with -1."""
+        first, last = (np.searchsorted(self.ends, at, "right") for at in (positions, positions + width - 1))
+        if len(positions) and first.min() == last.max() < len(self.parts):
+            part = int(first[0])
+            return self._overlapping(part, width)[positions - self._begin(part)].astype(np.int64)
+        rows = np.full((len(positions), width), PADDING, np.int64)
+        for part in np.unique(first[first == last]).tolist():
+            if part < len(self.parts):
+                inside = np.flatnonzero((first == part) & (last == part))
+                rows[inside] = self._overlapping(part, width)[positions[inside] - self._begin(part)]
+        # Rows that go over the end of a part.
+        for number in np.flatnonzero(first != last).tolist():
+            start = int(positions[number])
+            for position, chunk in self.chunks(start, min(start + width, self.num_tokens)):
+                rows[number, position - start :][: len(chunk)] = chunk
+        return rows
+
+    def _begin(self, part: int) -> int:
+        return int(self.ends[part] - self.parts[part, 2])
+
+    def _overlapping(self, part: int, width: int) -> Tokens:
+        """Return a view of all runs of `width` tokens of a part: (tokens - width + 1, width)."""
+        file, offset, count = self.parts[part].tolist()
+        if file not in self._maps:
+            # Indexing the np.memmap subclass takes twice as long.
+            self._maps[file] = np.asarray(np.memmap(self.files[file], np.uint8, mode="r"))
+        dtype = self.dtypes[file]
+        return np.ndarray((count - width + 1, width), dtype, self._maps[file], offset, (dtype.itemsize, dtype.itemsize))
 
 
-def token_chunks(files: Sequence[TokenFile], vocab_size: int) -> Iterator[Tokens]:
-    """Yield the tokens of all files in order, some millions at a time.
-
-    Raises:
-        ValueError: a token is not an id of the tokenizer; the message names file and position.
-    """
-    for file in files:
-        tokens = file.map()
-        for start in range(0, file.num_tokens, _CHUNK_TOKENS):
-            chunk = tokens[start : start + _CHUNK_TOKENS]
-            if int(chunk.max()) >= vocab_size:
-                position = int(np.argmax(chunk >= vocab_size))
-                raise ValueError(
-                    f"{file.path}: token {int(chunk[position])} at position {start + position} is not below the "
-                    f"tokenizer's vocabulary size {vocab_size}; set `tokenizer` to the one that wrote the file"
-                )
-            yield chunk
-
-
-def tail_start(files: Sequence[TokenFile], separator_id: int, eval_fraction: float) -> tuple[int, bool]:
+def tail_start(stream: TokenStream, separator_id: int, eval_fraction: float) -> tuple[int, bool]:
     """Return the start of the held-out tail of a token stream, and whether a document begins there.
 
-    The start is the separator nearest to a tail of `eval_fraction`, if the tail is at most twice as long.
+    The start is the beginning of a document nearest to a tail of `eval_fraction`, if the tail is at most twice as long.
     """
-    total = sum(file.num_tokens for file in files)
+    total = stream.num_tokens
     target = int(total * (1 - eval_fraction))
-    low, high, file_start = max(2 * target - total, 1), total - 1, 0
-    found = [np.zeros(0, np.int64)]
-    for file in files:
-        start, stop = max(low - file_start, 0), min(high - file_start, file.num_tokens)
-        for begin in range(start, stop, _CHUNK_TOKENS):
-            chunk = file.map()[begin : min(begin + _CHUNK_TOKENS, stop)]
-            found.append(file_start + begin + np.flatnonzero(chunk == separator_id))
-        file_start += file.num_tokens
-    separators = np.concatenate(found)
-    if not len(separators):
-        return target, False
-    return int(separators[np.abs(separators - target).argmin()]), True
+    low, high = max(2 * target - total, 1), total - 1
+    reach = 0
+    while target - reach > low or target + reach < high:
+        found = []
+        # Further and further away, so that the end of a file of terabytes is not read.
+        for start, stop in (
+            (target - reach - CHUNK_TOKENS, target - reach),
+            (target + reach, target + reach + CHUNK_TOKENS),
+        ):
+            start, stop = max(start, low), min(stop, high)
+            if stream.documents is None:
+                found += [at + np.flatnonzero(chunk == separator_id) for at, chunk in stream.chunks(start, stop)]
+            else:
+                found.append(stream.documents[slice(*np.searchsorted(stream.documents, [start, max(start, stop)]))])
+        begins = np.concatenate([np.zeros(0, np.int64), *found])
+        if len(begins):
+            return int(begins[np.abs(begins - target).argmin()]), True
+        reach += CHUNK_TOKENS
+    return target, False
 
 
-class ShardWriter:
+class Tally:
+    """Counts of tokens, by id and in all, and of documents."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self.num_tokens = 0
+        self.num_documents: int | None = None
+        """Number of documents in files that are read where they lie. None: not known."""
+        self.token_counts = np.zeros(vocab_size, np.int64)
+
+    def count(self, tokens: Tokens) -> None:
+        """Count token ids below the vocabulary size."""
+        self.token_counts += np.bincount(tokens.astype(np.int64), minlength=len(self.token_counts))
+        self.num_tokens += len(tokens)
+
+
+class ShardWriter(Tally):
     """A writer of a raw token file that counts the tokens."""
 
     def __init__(self, path: Path, dtype: np.dtype[Any], vocab_size: int) -> None:
-        self.num_tokens = 0
-        self.token_counts = np.zeros(vocab_size, np.int64)
+        super().__init__(vocab_size)
         self._dtype = dtype
         self._file = path.open("wb")
 
@@ -140,40 +202,31 @@ class ShardWriter:
 
     def write(self, tokens: Tokens) -> None:
         """Append token ids below the vocabulary size."""
-        counts = np.bincount(tokens, minlength=len(self.token_counts))
-        self.token_counts += counts
-        self.num_tokens += len(tokens)
+        self.count(tokens)
         self._file.write(np.ascontiguousarray(tokens, self._dtype).data)
 
 
 class WindowDataset(Dataset[NDArray[np.int64]]):
     """Windows over a token stream: `sequence_length` inputs, and targets shifted by one token.
 
-    Window i holds the T + 1 tokens from i*T to i*T + T. Each token but the first is a target exactly once. Each process
-    maps the file on first use. The pickle for a DataLoader worker is only a path and three numbers.
+    Window i holds the T + 1 tokens from i*T to i*T + T. Each token but the first is a target exactly once.
     """
 
     def __init__(
         self,
-        path: Path,
+        stream: TokenStream,
         *,
-        dtype: np.dtype[Any],
-        num_tokens: int,
         sequence_length: int,
         vocab_size: int | None = None,
-        first_token: int = 0,
+        marks_documents: bool = False,
     ) -> None:
-        self.path, self.dtype, self.num_tokens, self.first_token = path, dtype, num_tokens, first_token
+        """Take windows of a stream. With `marks_documents`, BEGINS is added to the first token of each document."""
+        self.stream, self.num_tokens = stream, stream.num_tokens
         self.sequence_length, self.vocab_size = sequence_length, vocab_size
-        self._tokens: Tokens | None = None
-        # A view of the tokens: (whole windows, T + 1).
-        self._whole: Tokens = np.zeros((0, 0), dtype)
+        self.marks_documents = marks_documents
 
     def __len__(self) -> int:
         return max(0, -(-(self.num_tokens - 1) // self.sequence_length))
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_tokens": None, "_whole": None}
 
     def __getitem__(self, index: int) -> NDArray[np.int64]:
         """Return window `index`: (T + 1,) int64."""
@@ -186,28 +239,25 @@ class WindowDataset(Dataset[NDArray[np.int64]]):
             IndexError: a window does not exist.
             DataError: a token is not below `vocab_size`.
         """
-        last, length = max(indices, default=0), self.sequence_length
-        if indices and not (last < len(self) and min(indices) >= 0):
+        if indices and not (max(indices) < len(self) and min(indices) >= 0):
             raise IndexError(f"windows {list(indices)} of {len(self)}")
-        if self._tokens is None:
-            start = self.first_token * self.dtype.itemsize
-            self._tokens = tokens = TokenFile(self.path, self.dtype, self.num_tokens, start).map()
-            self._whole = sliding_window_view(tokens, length + 1)[::length] if len(tokens) > length else tokens[:0]
-        if last < len(self._whole):
-            rows = self._whole[indices].astype(np.int64)
-        else:
-            positions = np.asarray(indices, np.int64)[:, None] * length + np.arange(length + 1)
-            inside = np.minimum(positions, self.num_tokens - 1)
-            rows = np.where(positions == inside, self._tokens[inside].astype(np.int64), PADDING)
+        positions, width = np.asarray(indices, np.int64) * self.sequence_length, self.sequence_length + 1
+        rows = self.stream.rows(positions, width)
         # An id without an embedding row would cause a device assertion or a wrong loss.
         if self.vocab_size is not None and rows.size and rows.max() >= self.vocab_size:
             number, column = np.argwhere(rows >= self.vocab_size)[0]
-            raise DataError(
-                f"{self.path}: token {rows[number, column]} at position "
-                f"{self.first_token + indices[number] * length + column} is not "
-                f"below the vocabulary size {self.vocab_size}, so the file is damaged; remove {self.path.parent}, "
-                f"and run again: it will be made again"
+            path, position = self.stream.locate(int(positions[number] + column))
+            remedy = self.stream.remedy or (
+                f", so the file is damaged; remove {path.parent}, and run again: it will be made again"
             )
+            raise DataError(
+                f"{path}: token {rows[number, column]} at position {position} is not below the vocabulary size "
+                f"{self.vocab_size}{remedy}"
+            )
+        if self.marks_documents and self.stream.documents is not None:
+            bounds = np.searchsorted(self.stream.documents, [positions, positions + width])
+            for row, position, (low, high) in zip(rows, positions, bounds.T):
+                row[self.stream.documents[low:high] - position] += BEGINS
         return rows
 
 
@@ -220,8 +270,22 @@ def recut(windows: Windows, sequence_length: int) -> Windows:
     if isinstance(windows, ConcatDataset):
         return ConcatDataset([recut(each, sequence_length) for each in windows.datasets])  # type: ignore[arg-type]
     other = copy(windows)
-    other.sequence_length, other._tokens = sequence_length, None
+    other.sequence_length = sequence_length
     return other
+
+
+def by_source(windows: WindowDataset, ends: Sequence[int]) -> ConcatDataset[NDArray[np.int64]]:
+    """Return windows of one source each. `ends` are the positions after each source in the stream."""
+    parts = [copy(windows) for _ in ends]
+    for part, (start, end) in zip(parts, pairwise([0, *ends])):
+        part.stream, part.num_tokens = windows.stream.cut(start, end), end - start
+    return ConcatDataset(parts)
+
+
+def marks_documents(windows: Windows) -> bool:
+    """Return whether rows mark the first token of each document."""
+    first = windows.datasets[0] if isinstance(windows, ConcatDataset) else windows
+    return getattr(first, "marks_documents", False)
 
 
 def samples_of(windows: Windows) -> tuple[range, ...]:
@@ -237,26 +301,32 @@ def collate_windows(
     separator_id: int,
     mask_documents: bool,
     compiled: bool = False,
+    marked: bool = False,
 ) -> JsonRecord:
     """Return a language model batch from rows of T + 1 tokens.
 
     `input_ids` and `labels` are (B, T) int64. labels[:, t] is the token after input t, or -100 without one.
-    `num_targets` is the number of labels that count, an int. `mask_documents` adds:
+    `num_targets` is the number of labels that count, an int. `marked` rows are from windows that mark documents; in
+    others, the separator begins a document. `mask_documents` adds:
 
-    - `position_ids` (B, T), restarting at each separator
-    - `document_ids` (B, T), the number of separators so far
+    - `position_ids` (B, T), restarting at each document
+    - `document_ids` (B, T), the number of documents begun so far
     - `document_lengths`, see there (also for `compiled`)
     """
     tokens = rows if isinstance(rows, np.ndarray) else np.stack(rows)
+    is_start = None
+    if mask_documents:
+        begins = tokens >= BEGINS if marked else tokens == separator_id
+        tokens, is_start = tokens - BEGINS * (begins & marked), begins[:, :-1]
     inputs, labels = tokens[:, :-1].copy(), tokens[:, 1:].copy()
     num_targets = labels.size
-    is_start = inputs == separator_id if mask_documents else None
     # Padding occurs only at the end.
     if tokens[:, -1].min() < 0:
         if is_start is not None:  # padding is a separate document
             is_start |= (inputs == PADDING) & (np.roll(inputs, 1, axis=1) != PADDING)
         num_targets -= int(np.count_nonzero(labels == PADDING))
-        inputs[inputs == PADDING] = separator_id
+        # Ids without a tokenizer may have no separator.
+        inputs[inputs == PADDING] = max(separator_id, 0)
         labels[labels == PADDING] = IGNORED_LABEL
     batch = {"input_ids": torch.from_numpy(inputs), "labels": torch.from_numpy(labels), "num_targets": num_targets}
     if is_start is not None:

@@ -23,7 +23,7 @@ from accel_train.core.state import Choice, JsonRecord
 from accel_train.data.labels import IGNORED_LABEL
 from accel_train.data.text.corpus import Corpus, prepare_text
 from accel_train.data.text.tokenizers import pretrained_tokenizer
-from accel_train.data.text.tokens import collate_windows, samples_of
+from accel_train.data.text.tokens import collate_windows, marks_documents, samples_of
 from accel_train.metrics.scores import perplexity
 from accel_train.model.kernels.attention import (
     attention_window,
@@ -108,9 +108,14 @@ class CausalLM(Task):
                 train=text.train,
                 eval=text.eval,
                 collate=partial(
-                    collate_windows, separator_id=text.separator_id, mask_documents=masked, compiled=compiled
+                    collate_windows,
+                    separator_id=text.separator_id,
+                    mask_documents=masked,
+                    compiled=compiled,
+                    marked=marks_documents(text.train),
                 ),
                 fingerprint=text.fingerprint,
+                first_fingerprint=text.first_fingerprint,
                 facts=text.facts,
                 reading_is_free=True,
                 source=text,

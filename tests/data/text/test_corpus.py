@@ -50,7 +50,7 @@ def prepare(text_recipe: MakeRecipe) -> Prepare:
 
 def stream(corpus: TextCorpus, side: str) -> list[int]:
     windows = corpus.train if side == "train" else corpus.eval
-    return np.fromfile(windows.path, windows.dtype).tolist()
+    return windows.stream.rows(np.zeros(1, np.int64), windows.num_tokens)[0].tolist()
 
 
 def decoded_documents(corpus: TextCorpus, side: str) -> list[str]:
@@ -297,7 +297,7 @@ def test_a_short_run_does_not_wait_for_the_digests_and_says_so(
 
 def test_a_token_that_no_vocabulary_has_is_an_error_of_the_data_and_not_of_the_device(prepare: Prepare) -> None:
     corpus = prepare(ROWS, eval_fraction=0)
-    shard = corpus.train.path
+    shard = corpus.train.stream.files[0]
     tokens = np.fromfile(shard, "<u2")
     tokens[19] = 40_000
     tokens.tofile(shard)
@@ -365,7 +365,7 @@ def test_a_large_vocabulary_takes_four_bytes_a_token(prepare: Prepare) -> None:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=SEPARATOR, unk_token="w1")
     tokenizer.save_pretrained("tokenizer")
     corpus = prepare(["w2 w65536 w3", *ROWS], tokenizer="tokenizer", eval_fraction=0)
-    assert corpus.train.dtype == np.uint32
+    assert corpus.train.stream.dtypes == (np.uint32,)
     assert stream(corpus, "train")[:4] == [0, 2, 65536, 3]
     assert corpus.vocab_size == 65537
 

@@ -1,5 +1,8 @@
 """Token shards of others (`.bin`) are recognised, checked, cut at a document, and kept as raw ones."""
 
+import json
+import pickle
+import struct
 from collections.abc import Callable
 from pathlib import Path
 
@@ -8,7 +11,7 @@ import pytest
 
 from accel_train.data.text.corpus import prepare_text
 from accel_train.data.text.tokenizers import BYTE_SEPARATOR_ID
-from accel_train.data.text.tokens import WindowDataset, inspect_token_file
+from accel_train.data.text.tokens import WindowDataset
 from accel_train.recipe.schema import Recipe
 from tests.support.runs import refused, write_file
 
@@ -16,7 +19,8 @@ MakeRecipe = Callable[..., Recipe]
 
 
 def stream(windows: WindowDataset | None) -> list[int]:
-    return np.fromfile(windows.path, windows.dtype).tolist()
+    assert windows is not None
+    return windows.stream.rows(np.zeros(1, np.int64), windows.num_tokens)[0].tolist()
 
 
 def write_tokens(name: str, tokens: list[int], *, header: tuple[int, int] | None = None, dtype: str = "<u2") -> str:
@@ -41,11 +45,9 @@ def test_token_shards_are_read_with_and_without_header(
     assert stream(corpus.train) == tokens * 2
     assert corpus.facts.num_documents == 4
     assert corpus.facts.train_bytes is corpus.facts.eval_bytes is corpus.facts.xz_bits_per_byte is None
-    written = inspect_token_file(corpus.train.path)
-    assert written.offset_bytes == 0
-    assert written.map().tolist() == tokens * 2
-    again = prepare_text(text_recipe(str(corpus.train.path), eval_fraction=0), progress=False)
-    assert stream(again.train) == tokens * 2
+    assert corpus.train.stream.files == tuple(Path(name) for name in names)
+    assert corpus.facts.cache_folder is None
+    assert [path.name for path in Path("cache").rglob("*.bin")] == [], "no token is copied"
 
 
 @pytest.mark.parametrize(
@@ -89,3 +91,104 @@ def test_no_tokenizer_is_trained_on_tokens(text_recipe: MakeRecipe) -> None:
     path = write_tokens("a.bin", [1] * 50)
     recipe = text_recipe(path, tokenizer={"train_bpe": {"vocab_size": 300}})
     refused(prepare_text, recipe, progress=False, named="train_bpe needs text|data.train")
+
+
+def write_index(path: Path, code: int, lengths: list[int], places: list[int], documents: list[int]) -> None:
+    """Write Megatron's index by its published layout."""
+    path.write_bytes(
+        struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, code, len(lengths), len(documents))
+        + struct.pack(f"<{len(lengths)}i", *lengths)
+        + struct.pack(f"<{len(places)}q", *places)
+        + struct.pack(f"<{len(documents)}q", *documents)
+    )
+
+
+def write_megatron(documents: list[list[int]], dtype: str = "<i4", code: int = 4) -> str:
+    """Write documents as Megatron does, one of them in two sequences, and the first one last in the file."""
+    sequences = [*documents[:1], documents[1][:2], documents[1][2:], *documents[2:]]
+    size, order = np.dtype(dtype).itemsize, [*range(1, len(sequences)), 0]
+    places = dict(zip(order, np.cumsum([0, *(size * len(sequences[each]) for each in order)]).tolist()))
+    Path("m.bin").write_bytes(b"".join(np.array(sequences[each], dtype).tobytes() for each in order))
+    starts = [0, 1, *range(3, len(sequences) + 1)]
+    write_index(Path("m.idx"), code, [*map(len, sequences)], [places[n] for n in range(len(sequences))], starts)
+    return "m.bin"
+
+
+def write_datatrove(documents: list[list[int]], dtype: str = "<u2") -> str:
+    tokens = np.concatenate(documents).astype(dtype)
+    tokens.tofile("d.ds")
+    np.cumsum([len(each) for each in documents]).astype("<u8").tofile("d.ds.index")
+    Path("d.ds.metadata").write_text(f"gpt2|{tokens.itemsize}\n{len(tokens)}\n{len(tokens)} T")
+    return "d.ds"
+
+
+def write_mds(samples: list[list[int]], encoding: str, dtype: str, others: bool = False) -> str:
+    """Write a folder of two shards as StreamingDataset's MDSWriter does."""
+    shards = []
+    for number, part in enumerate((samples[:2], samples[2:])):
+        rows = []
+        for sample in part:
+            values = np.array(sample, dtype).tobytes()
+            if encoding.startswith("ndarray") and encoding.count(":") == 1:
+                width = 0 if len(sample) < 256 else 1
+                values = bytes([1 << 2 | width]) + len(sample).to_bytes(2**width, "little") + values
+            sizes = struct.pack("<I", len(values)) if encoding.count(":") < 2 else b""
+            rows.append(struct.pack("<I", 3) + sizes + b"abc" + bytes(8) + values if others else sizes + values)
+        start = 8 + 4 * len(rows)
+        offsets = start + np.cumsum([0, *map(len, rows)])
+        content = struct.pack("<I", len(rows)) + offsets.astype("<u4").tobytes() + b"".join(rows)
+        name = f"shard.{number:05d}.mds"
+        write_file(f"mds/{name}", content)
+        fixed = len(samples[0]) * np.dtype(dtype).itemsize if encoding.count(":") == 2 else None
+        shards.append(
+            {
+                "column_names": ["name", "score", "tokens"] if others else ["tokens"],
+                "column_encodings": ["str", "float64", encoding] if others else [encoding],
+                "column_sizes": [None, 8, fixed] if others else [fixed],
+                "compression": None,
+                "format": "mds",
+                "raw_data": {"basename": name, "bytes": len(content), "hashes": {}},
+                "samples": len(rows),
+                "version": 2,
+                "zip_data": None,
+            }
+        )
+    write_file("mds/index.json", json.dumps({"version": 2, "shards": shards}))
+    return "mds"
+
+
+DOCUMENTS = [[BYTE_SEPARATOR_ID, *range(n, n + 4 + n)] for n in range(9)]
+TOKENS = [token for document in DOCUMENTS for token in document]
+LONG = [list(range(200)), [7] * 256, [*range(250), *range(250)], [5]]
+
+
+@pytest.mark.parametrize(
+    ("write", "documents"),
+    [
+        (lambda: write_tokens("n.bin", TOKENS), DOCUMENTS),
+        (lambda: write_tokens("l.bin", TOKENS, header=(20240801, 7), dtype="<u4"), DOCUMENTS),
+        (lambda: write_megatron(DOCUMENTS), DOCUMENTS),
+        (lambda: write_megatron(DOCUMENTS, "<u2", 8), DOCUMENTS),
+        (lambda: write_datatrove(DOCUMENTS), DOCUMENTS),
+        (lambda: write_datatrove(DOCUMENTS, "<u4"), DOCUMENTS),
+        (lambda: write_mds(DOCUMENTS, "ndarray:uint16", "<u2"), DOCUMENTS),
+        (lambda: write_mds(DOCUMENTS, "ndarray:int32", "<i4", others=True), DOCUMENTS),
+        (lambda: write_mds(DOCUMENTS, "bytes", "<i8"), DOCUMENTS),
+        (lambda: write_mds(LONG, "ndarray:uint16", "<u2"), LONG),
+        (lambda: write_mds([LONG[1]] * 3, "ndarray:uint16:256", "<u2"), [LONG[1]] * 3),
+        (lambda: write_mds([LONG[1]] * 3, "ndarray:uint16:256", "<u2", others=True), [LONG[1]] * 3),
+    ],
+)
+def test_each_format_gives_the_same_windows_without_a_copy(
+    text_recipe: MakeRecipe, write: Callable[[], str], documents: list[list[int]]
+) -> None:
+    tokens = [token for document in documents for token in document]
+    corpus = prepare_text(text_recipe(write(), eval_fraction=0, sequence_length=6), progress=False)
+    padded = [*tokens, *[-1] * 6]
+    expected = [padded[start : start + 7] for start in range(0, len(tokens) - 1, 6)]
+    assert corpus.train.__getitems__(range(len(corpus.train))).tolist() == expected
+    shuffled = [4, 0, len(expected) - 1, 2, 4]
+    assert corpus.train.__getitems__(shuffled).tolist() == [expected[number] for number in shuffled]
+    assert not [path for path in Path("cache").rglob("*") if path.suffix in (".bin", ".ds", ".mds")]
+    pickled = pickle.dumps(corpus.train)
+    assert pickle.loads(pickled)[1].tolist() == expected[1]  # noqa: S301 (our own bytes)

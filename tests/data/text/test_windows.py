@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from accel_train.data.labels import IGNORED_LABEL
-from accel_train.data.text.tokens import WindowDataset, collate_windows
+from accel_train.data.text.tokens import TokenStream, WindowDataset, collate_windows
 from tests.support.wording import raises_golden
 
 SEPARATOR = 99
@@ -17,7 +17,7 @@ SEPARATOR = 99
 def dataset(tokens: list[int], sequence_length: int, dtype: str = "<u2") -> WindowDataset:
     path = Path("tokens.bin")
     np.array(tokens, dtype).tofile(path)
-    return WindowDataset(path, dtype=np.dtype(dtype), num_tokens=len(tokens), sequence_length=sequence_length)
+    return WindowDataset(TokenStream.of(path, np.dtype(dtype), len(tokens)), sequence_length=sequence_length)
 
 
 def test_windows_overlap_by_one_token_and_the_last_is_padded() -> None:
