@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from accel_train.checkpoint.run_recipe import read_recipe_only
-from accel_train.core.errors import asks_for_own_code, first_line
+from accel_train.core.errors import SettingError, asks_for_own_code, first_line
 from accel_train.model.generation import chat_prompt, check_sampling, generate_text
 from accel_train.recipe.tasks import TASKS
 from accel_train.runtime.driver import uses_cpu
@@ -95,10 +95,20 @@ def _load(run_folder: Path) -> "tuple[PreTrainedTokenizerBase, PreTrainedModel, 
     from transformers.utils import logging
 
     from accel_train.checkpoint.weight_files import check_digests
+    from accel_train.data.text.tokenizers import NO_TOKENIZER
     from accel_train.tasks.causal_lm.config import CausalLMData
 
     check_digests(folder := run_folder / "model")
     logging.disable_progress_bar()
+    recipe = None
+    with suppress(ValueError):
+        recipe = read_recipe_only(run_folder)
+    if recipe is not None and recipe.tokenizer == NO_TOKENIZER and not (folder / "tokenizer_config.json").is_file():
+        raise SettingError(
+            "the run trained on ids alone (tokenizer: none), so it has no texts",
+            f"Save the tokenizer that wrote the ids to {folder}",
+            at=str(run_folder),
+        )
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False, use_safetensors=True)
@@ -112,9 +122,7 @@ def _load(run_folder: Path) -> "tuple[PreTrainedTokenizerBase, PreTrainedModel, 
             f"{folder} cannot be loaded as a language model: {first_line(error)}; was the run a causal-lm?"
         ) from error
     model.to(torch.device("cuda" if torch.cuda.is_available() and not uses_cpu(os.environ) else "cpu"))
-    data = None
-    with suppress(ValueError):
-        data = read_recipe_only(run_folder).data
+    data = recipe and recipe.data
     return tokenizer, model, isinstance(data, CausalLMData) and data.format == "chat"
 
 

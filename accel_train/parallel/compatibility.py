@@ -50,6 +50,7 @@ def _set_to(setting: str, *values: str | bool) -> Part:
 
 
 CUDA_GRAPHS = Part("precision.compile_mode", lambda recipe: recipe.precision.has_cuda_graphs)
+NO_TOKENIZER = _set_to("tokenizer", "none")
 SYNC_BATCH_NORM = _set_to("parallel.sync_batch_norm", True)
 TP_SIZE = Part("parallel.tp_size", lambda recipe: recipe.parallel.tp_size > 1)
 CPU_OFFLOAD = _set_to("parallel.cpu_offload", True)
@@ -110,6 +111,20 @@ CONFLICTS = (
         "cannot be combined with the loss of {recipe.task} over the global batch: a step reads its micro-batches "
         f"twice, and {UNTESTED}",
         f"Use {ZERO_ALTERNATIVE}",
+    ),
+    Conflict(
+        NO_TOKENIZER,
+        "evaluate.sample_prompt",
+        lambda asked: asked.recipe.evaluate.sample_prompt is not None,
+        "has ids alone, and a sample begins with a text",
+        LEAVE_ONE_OUT,
+    ),
+    Conflict(
+        NO_TOKENIZER,
+        "data.format",
+        lambda asked: getattr(asked.recipe.data, "format", None) != "text",
+        "has ids alone, and only causal-lm with data.format text trains on ids",
+        "Name a tokenizer",
     ),
     _clash(SYNC_BATCH_NORM, COMPILE),
     _clash(TP_SIZE, LORA, "adapters are plain tensors, which cannot be multiplied with split layers"),

@@ -84,6 +84,9 @@ def _samples(recipe: Recipe, data: TaskData, since: float) -> Part:
         num_bytes = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
         about = f"{facts.train_tokens:,} for training, {facts.eval_tokens:,} for evaluation"
         return Part("tokens", about, folder, num_bytes, facts.reused)
+    if facts.train_tokens is not None:
+        about = f"{facts.train_tokens:,} for training, {facts.eval_tokens:,} for evaluation"
+        return Part("tokens", f"{about}; files are read in place: nothing to prepare", None, 0, True)
     count = f"{len(data.train):,} for training"  # type: ignore[arg-type]
     if targets_of(recipe.task, "pixels") not in ("images", "pixels"):
         how = "each start reads and encodes them in memory"

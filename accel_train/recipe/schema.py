@@ -397,7 +397,8 @@ class Recipe(Section):
     model: Model
     tokenizer: str | TrainedTokenizer = "auto"
     """Tokenizer: `bytes`, the name or folder of a pretrained tokenizer, or {train_bpe: {vocab_size: 4096}}. auto: the
-    tokenizer of model.pretrained, or bytes without pretrained weights.
+    tokenizer of model.pretrained, or bytes without pretrained weights. none: token files are ids alone, below
+    model.config.vocab_size; nothing reads or writes text.
     """
     data: SerializeAsAny[Data]
     loss: Loss = Loss()

@@ -8,11 +8,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 from tqdm import tqdm
 
+from accel_train.core.errors import setting_error
 from accel_train.core.files import publish_folder
 from accel_train.core.format import format_count
 from accel_train.core.json_io import json_digest
@@ -29,10 +30,11 @@ from accel_train.data.text.token_files import (
     read_layouts,
 )
 from accel_train.data.text.tokenizers import (
+    NO_TOKENIZER,
     TextTokenizer,
     load_tokenizer,
+    named_tokenizer,
     prepare_tokenizer,
-    pretrained_tokenizer,
     train_bpe,
 )
 from accel_train.data.text.tokens import (
@@ -48,9 +50,6 @@ from accel_train.recipe.data import TrainedTokenizer, WindowData
 from accel_train.recipe.schema import Recipe
 from accel_train.task import Facts, FirstFingerprint
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
 # Part of every cache key. Raise it when the same sources would give other shards. A new setting joins the key only if
 # it differs from its default: runs of earlier versions then find their shards again, and resume.
 _FORMAT = 1
@@ -65,7 +64,8 @@ class Corpus(Generic[Samples]):
 
     train: Samples
     eval: Samples | None
-    tokenizer: "PreTrainedTokenizerBase"
+    tokenizer: Any
+    """A `PreTrainedTokenizerBase`. None: ids without a tokenizer."""
     vocab_size: int
     separator_id: int
     fingerprint: str
@@ -136,9 +136,9 @@ def _inputs(recipe: Recipe, progress: bool) -> Inputs:
         raise ValueError(
             "tokenizer: train_bpe needs text, and data.train holds tokens; name the tokenizer that wrote them"
         )
-    tokenizer = (
-        pretrained_tokenizer(spec, trust_remote_code=recipe.model.trust_remote_code) if isinstance(spec, str) else spec
-    )
+    if spec == NO_TOKENIZER and not (holds_tokens(train) and holds_tokens(held_out or train)):
+        raise setting_error("tokenizer", spec, "text has no ids without one. Name a tokenizer, or give token files")
+    tokenizer = named_tokenizer(recipe, spec) if isinstance(spec, str) else spec
     return Inputs(WindowData.of(recipe.data), train, held_out, tokenizer, notes, progress)
 
 

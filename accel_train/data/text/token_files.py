@@ -57,17 +57,16 @@ def choose_tail(stream: TokenStream, data: WindowData, separator_id: int) -> tup
     total = stream.num_tokens
     if not data.eval_fraction:
         return total, []
-    if data.split_seed or data.mixture:
-        seed = f"data.split_seed={data.split_seed}"
-        problem, at = (
-            ("does not depend on a seed", seed) if data.split_seed else ("is of the last source", "data.train")
-        )
+    if data.split_seed:
         raise SettingError(
-            f"token files hold out their end, which {problem}",
-            f"{'Leave the setting out, or name' if data.split_seed else 'Name'} evaluation data in data.eval",
-            at,
-            (at.partition("=")[0],),
+            "token files hold out their end, which does not depend on a seed",
+            "Leave the setting out, or name evaluation data in data.eval",
+            f"data.split_seed={data.split_seed}",
+            ("data.split_seed",),
         )
+    if data.mixture:
+        problem = "token files hold out their end, which is of the last source alone"
+        raise SettingError(problem, "Name evaluation data in data.eval", "data.train", ("data.train",))
     cut, at_document = tail_start(stream, separator_id, data.eval_fraction)
     place = "from the beginning of a document" if at_document else "not at a separator: none is near"
     return cut, [f"the last {total - cut:,} tokens are held out for evaluation, {place} (data.eval_fraction)"]

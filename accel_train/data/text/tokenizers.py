@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from accel_train.core.errors import asks_for_own_code
+from accel_train.core.errors import asks_for_own_code, setting_error
 from accel_train.core.json_io import json_digest, parse_json
 from accel_train.data.hub import known_config, without_hub
 from accel_train.recipe.data import TrainedTokenizer
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+NO_TOKENIZER = "none"
+"""Value of `tokenizer` for ids alone."""
 # Separator of the tokenizers made here.
 SEPARATOR = "<|endoftext|>"
 
@@ -41,9 +43,10 @@ Encode = Callable[[Sequence[str]], list[TokenIds]]
 class TextTokenizer:
     """A tokenizer and its encoding of documents."""
 
-    tokenizer: "PreTrainedTokenizerBase"
+    tokenizer: Any
+    """A `PreTrainedTokenizerBase`. None: ids without a tokenizer."""
     separator_id: int
-    """Token that begins every document."""
+    """Token that begins every document. -1: none is known."""
     vocab_size: int
     """Number of embedding rows. Every id is below it."""
     encode: Encode
@@ -60,6 +63,31 @@ def pretrained_tokenizer(name: str, *, trust_remote_code: bool) -> TextTokenizer
     if name == "bytes":
         return prepare_tokenizer(byte_tokenizer(), encode=encode_bytes)
     return prepare_tokenizer(load_tokenizer(name, trust_remote_code=trust_remote_code))
+
+
+def named_tokenizer(recipe: Recipe, name: str) -> TextTokenizer:
+    """Return the tokenizer with this name or folder, `bytes`, or `none` with the ids of the recipe's model.
+
+    Raises:
+        ValueError: the tokenizer cannot be loaded, or the recipe does not say how many ids there are.
+    """
+    model = recipe.model
+    if name != NO_TOKENIZER:
+        return pretrained_tokenizer(name, trust_remote_code=model.trust_remote_code)
+    fields = model.config
+    if fields is None:
+        assert model.pretrained is not None
+        from transformers import AutoConfig
+
+        place = os.path.expanduser(model.pretrained)
+        read = partial(AutoConfig.from_pretrained, place, trust_remote_code=model.trust_remote_code)
+        fields = known_config(place, model.trust_remote_code, read).get_text_config().to_dict()
+    vocab_size, separator_id = fields.get("vocab_size"), fields.get("eos_token_id")
+    if vocab_size is None:
+        problem = "nothing says how many ids there are. Set model.config.vocab_size, for example 50304"
+        raise setting_error("tokenizer", NO_TOKENIZER, problem)
+    separator_id = separator_id if isinstance(separator_id, int) else -1
+    return TextTokenizer(None, separator_id, vocab_size, encode_bytes, json_digest([vocab_size, separator_id]))
 
 
 def prepare_tokenizer(tokenizer: "PreTrainedTokenizerBase", *, encode: Encode | None = None) -> TextTokenizer:
@@ -144,7 +172,7 @@ def check_tokenizer(recipe: Recipe) -> None:
         ValueError: the tokenizer is new or has another vocabulary, and the recipe does not accept this.
     """
     model, spec = recipe.model, recipe.tokenizer_in_use
-    if model.pretrained is None or model.accept_new_tokenizer or spec == model.pretrained:
+    if model.pretrained is None or model.accept_new_tokenizer or spec in (model.pretrained, NO_TOKENIZER):
         return
     remedy = (
         "leave tokenizer out for the model's own, or set model.accept_new_tokenizer: true to train its embedding again"

@@ -22,7 +22,7 @@ from accel_train.core.model_card import FOLDER, Use
 from accel_train.core.state import Choice, JsonRecord
 from accel_train.data.labels import IGNORED_LABEL
 from accel_train.data.text.corpus import Corpus, prepare_text
-from accel_train.data.text.tokenizers import pretrained_tokenizer
+from accel_train.data.text.tokenizers import named_tokenizer
 from accel_train.data.text.tokens import collate_windows, marks_documents, samples_of
 from accel_train.metrics.scores import perplexity
 from accel_train.model.kernels.attention import (
@@ -134,7 +134,7 @@ class CausalLM(Task):
         if isinstance(choice, TrainedTokenizer):
             tokenizer: Any = SimpleNamespace(vocab_size=choice.train_bpe.vocab_size, separator_id=0)
         else:
-            tokenizer = pretrained_tokenizer(choice, trust_remote_code=recipe.model.trust_remote_code)
+            tokenizer = named_tokenizer(recipe, choice)
         length = section.sequence_length
         # Takes no memory.
         windows: Any = np.broadcast_to(np.int64(0), (num_samples, length + 1))
@@ -157,7 +157,7 @@ class CausalLM(Task):
         config = model_config(recipe, corpus.vocab_size, corpus.separator_id)
         attention = attention_arguments(recipe, config)
         model, _ = transformers_model(AutoModelForCausalLM, recipe, config, attention, takes_new_head=False)
-        if recipe.model.pretrained is not None:
+        if recipe.model.pretrained is not None and corpus.tokenizer is not None:
             data.add_notes(grow_vocabulary(recipe, model, corpus.tokenizer, pads=True))
         router = router_choice(recipe, model)
         if router is None or not router.value:
@@ -289,9 +289,19 @@ class CausalLM(Task):
     def save_description(self, model: nn.Module, data: TaskData, folder: Path) -> None:
         """Write the configuration and the tokenizer to `folder` in the layout of transformers, and a model card."""
         super().save_description(model, data, folder)
-        data.source.tokenizer.save_pretrained(folder)
+        if data.source.tokenizer is not None:
+            data.source.tokenizer.save_pretrained(folder)
 
     def use(self, model: nn.Module, data: TaskData) -> Use:
+        if data.source.tokenizer is None:
+            return Use(
+                f"""import torch
+from transformers import AutoModelForCausalLM
+
+model = AutoModelForCausalLM.from_pretrained("{FOLDER}")
+print(model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=40)[0])""",
+                samples="windows",
+            )
         start, read = '"a text"', ""
         if getattr(data.source.tokenizer, "chat_template", None):
             start, read = '[{"role": "user", "content": "a message"}]', '[-1]["content"]'
@@ -373,7 +383,7 @@ def model_config(recipe: Recipe, vocab_size: int, separator_id: int) -> PreTrain
     else:
         fields = fields_with_vocabulary(section, vocab_size)
         for name in ("bos_token_id", "eos_token_id"):
-            fields.setdefault(name, separator_id)
+            fields.setdefault(name, separator_id if separator_id >= 0 else None)
         config = AutoConfig.for_model(**fields)
     cap_logits(config, recipe.loss.logit_softcap)
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not section.trust_remote_code:
