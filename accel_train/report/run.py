@@ -158,7 +158,7 @@ def _example(model: Path) -> str:
 def command_to_use(folder: Path, recipe: JsonRecord | None) -> str:
     """Return the command that uses the model of a run; empty for a custom task."""
     spec = TASKS.get(str(look_up(recipe, "task") or DEFAULT_TASK))
-    if recipe is None or spec is None:
+    if recipe is None or spec is None or look_up(recipe, "tokenizer") == "none":
         return ""
     run = quote(str(folder))
     if spec.gives == "continuation":

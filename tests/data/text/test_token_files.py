@@ -5,6 +5,7 @@ import pickle
 import struct
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from accel_train.data.text.corpus import prepare_text
 from accel_train.data.text.tokenizers import BYTE_SEPARATOR_ID
 from accel_train.data.text.tokens import WindowDataset
 from accel_train.recipe.schema import Recipe
+from accel_train.tasks.causal_lm.task import CausalLM
 from tests.support.runs import refused, write_file
 
 MakeRecipe = Callable[..., Recipe]
@@ -192,3 +194,86 @@ def test_each_format_gives_the_same_windows_without_a_copy(
     assert not [path for path in Path("cache").rglob("*") if path.suffix in (".bin", ".ds", ".mds")]
     pickled = pickle.dumps(corpus.train)
     assert pickle.loads(pickled)[1].tolist() == expected[1]  # noqa: S301 (our own bytes)
+
+
+def refusal(text_recipe: MakeRecipe, name: str, named: str, **data: Any) -> None:
+    refused(prepare_text, text_recipe(name, eval_fraction=0, **data), progress=False, named=named)
+
+
+def cut(path: str) -> None:
+    Path(path).write_bytes(Path(path).read_bytes()[:-2])
+
+
+def test_broken_indexes_of_megatron_are_refused(text_recipe: MakeRecipe) -> None:
+    name = write_megatron(DOCUMENTS)
+    index = Path("m.idx")
+    good, tokens = index.read_bytes(), Path(name).read_bytes()
+    for content, named in (
+        (good[:-4], "m.idx: |copy it again"),
+        (b"TNTIDX\0\0\0" + good[9:], "m.idx: |MMIDIDX"),
+        (good[:9] + struct.pack(">Q", 1) + good[17:], "m.idx: |big-endian"),
+        (good[:17] + b"\7" + good[18:], "m.idx: |type code 7"),
+    ):
+        index.write_bytes(content)
+        refusal(text_recipe, name, named)
+    index.write_bytes(good)
+    cut(name)
+    refusal(text_recipe, name, f"m.bin: |{len(tokens)} bytes|{len(tokens) - 2}")
+    write_file("x_text_document.bin", tokens)
+    refusal(text_recipe, "x_text_document.bin", "x_text_document.bin: |x_text_document.idx")
+
+
+def test_broken_files_of_datatrove_are_refused(text_recipe: MakeRecipe) -> None:
+    name = write_datatrove(DOCUMENTS)
+    cut(name)
+    refusal(text_recipe, name, f"d.ds: |{len(TOKENS)} tokens|{len(TOKENS) - 1}")
+    write_datatrove(DOCUMENTS)
+    Path("d.ds.metadata").unlink()
+    assert stream(prepare_text(text_recipe(name, eval_fraction=0), progress=False).train) == TOKENS
+    Path("d.ds.index").unlink()
+    refusal(text_recipe, name, "d.ds: |d.ds.metadata")
+
+
+def test_broken_folders_of_mosaic_are_refused(text_recipe: MakeRecipe) -> None:
+    name = write_mds(DOCUMENTS, "ndarray:uint16", "<u2")
+    refusal(text_recipe, write_mds(DOCUMENTS, "ndarray:float32", "<f4"), "index.json: |float32")
+    write_mds(DOCUMENTS, "ndarray:uint16", "<u2")
+    cut("mds/shard.00001.mds")
+    refusal(text_recipe, name, "shard.00001.mds: ")
+    write_mds(DOCUMENTS, "ndarray:uint16", "<u2")
+    Path("mds/shard.00001.mds").rename("mds/shard.00001.mds.zstd")
+    refusal(text_recipe, name, "shard.00001.mds.zstd is compressed")
+    Path("mds/shard.00001.mds.zstd").unlink()
+    Path("mds/index.json").unlink()
+    refusal(text_recipe, name, "shard.00000.mds: |index.json")
+
+
+def test_big_endian_files_are_refused(text_recipe: MakeRecipe) -> None:
+    write_file("h.bin", np.array([20240520, 1, 4], ">i4").tobytes() + bytes(1020))
+    refusal(text_recipe, "h.bin", "h.bin: |big-endian")
+    refusal(text_recipe, write_tokens("r.bin", TOKENS, dtype=">u2"), "r.bin: token 512 at position 3|big-endian")
+
+
+def test_an_index_and_not_the_separator_says_where_documents_begin(text_recipe: MakeRecipe) -> None:
+    documents = [[1, 2, 3], [BYTE_SEPARATOR_ID, 4], [5, 6, 7, 8, 9, BYTE_SEPARATOR_ID]]
+    for name in (write_datatrove(documents), write_megatron(documents)):
+        recipe = text_recipe(name, eval_fraction=0, sequence_length=5)
+        with_mask = recipe.model_copy(update={"data": recipe.data.model_copy(update={"mask_documents": True})})
+        data = CausalLM().load_data(with_mask, progress=False)
+        batch = data.collate([data.train[0], data.train[1]])
+        assert batch["input_ids"].tolist() == [[1, 2, 3, 256, 4], [5, 6, 7, 8, 9]]
+        assert batch["labels"].tolist() == [[2, 3, 256, 4, 5], [6, 7, 8, 9, 256]]
+        assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 1], [0, 1, 2, 3, 4]]
+        assert batch["document_lengths"][:, :2].tolist() == [[3, 2], [5, 0]]
+        assert data.facts.num_documents == 3
+        unmasked = prepare_text(recipe, progress=False).train
+        assert unmasked[0].tolist() == [1, 2, 3, 256, 4, 5]
+
+
+def test_a_tail_of_documents_in_an_index_begins_at_one(text_recipe: MakeRecipe) -> None:
+    name = write_datatrove([[1] * 60, [2] * 16, [3] * 24])
+    corpus = prepare_text(text_recipe(name, eval_fraction=0.2), progress=False)
+    assert stream(corpus.eval) == [3] * 24
+    assert corpus.facts.num_eval_documents == 1
+    assert corpus.facts.num_documents == 3
+    assert corpus.facts.notes[1] == "the metadata of the token files name the tokenizer gpt2"
