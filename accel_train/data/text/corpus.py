@@ -22,6 +22,7 @@ from accel_train.data import cache
 from accel_train.data.sources import Source, companions_of, describe, file_kind, files_of, holds_tokens, num_bytes_of
 from accel_train.data.tables import resolve_both
 from accel_train.data.text.documents import Split, choose_split, read_documents
+from accel_train.data.text.fast_ids import encode_ahead
 from accel_train.data.text.token_files import (
     OTHER_TOKENIZER,
     choose_tail,
@@ -422,9 +423,10 @@ def _tokenise(
 ) -> None:
     """Write document tokens to the training or the held-out shard. A separator precedes each document."""
     separator = np.array([tokenizer.separator_id])
-    for batch in _batches(_chunks(_texts(sources, inputs, title="tokenizing"), split, counts)):
+    batches = _batches(_chunks(_texts(sources, inputs, title="tokenizing"), split, counts))
+    for batch, encoded in encode_ahead(tokenizer, batches, progress=inputs.progress):
         sides: tuple[list[Tokens], list[Tokens]] = ([], [])
-        for chunk, tokens in zip(batch, tokenizer.encode([chunk.text for chunk in batch])):
+        for chunk, tokens in zip(batch, encoded):
             sides[chunk.held_out].extend([separator, tokens] if chunk.begins_document else [tokens])
         for writer, parts in zip(writers, sides):
             if parts:
