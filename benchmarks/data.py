@@ -9,11 +9,12 @@ map-style DataLoader of torch, and accelerate.skip_first_batches.
 
 import argparse
 import json
+import os
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -50,9 +51,12 @@ class Sizes:
     resume_batches: int
     """Where the resumed run goes on."""
     rounds: int
+    encoded_bytes: int
+    """Python source of this environment that is encoded."""
+    encode_rounds: int
 
 
-FULL = Sizes("python-stdlib", 50_000_000, 12, 1024, 500, 10**9, 2000, 10_000_000, 800_000, 7)
+FULL = Sizes("python-stdlib", 50_000_000, 12, 1024, 500, 10**9, 2000, 10_000_000, 800_000, 7, 40_000_000, 3)
 
 
 @dataclass(frozen=True)
@@ -109,6 +113,62 @@ def tokenising(sizes: Sizes, folder: Path) -> list[Figure]:
     prepare("bytes", "bytes-0")
     again = Figure("tokenise", "the same corpus again (shards reused)", "s", [time.perf_counter() - start])
     return [byte_figure, trained_figure, given_figure, again]
+
+
+def encoding(sizes: Sizes, folder: Path) -> list[Figure]:
+    """MiB of text per second of the clock and per CPU second, on the cores that this process may use.
+
+    `prepare_text` reads, splits, encodes, writes, and counts. The references only encode; `datasets.map` also writes.
+    """
+    import datasets
+
+    from accel_train import Recipe
+    from accel_train.data.text import fast_ids
+    from accel_train.data.text.corpus import cut_text, prepare_text
+    from accel_train.data.text.tokenizers import document_encoder, prepare_tokenizer, train_bpe
+
+    texts, num_bytes = list[str](), 0
+    for file in sorted(Path(datasets.__file__).parents[1].rglob("*.py")):
+        if num_bytes < sizes.encoded_bytes:
+            texts.append(file.read_text(errors="replace"))
+            num_bytes += len(texts[-1].encode())
+    source, saved = folder / "texts.jsonl", folder / "encoder"
+    source.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    tokenizer = train_bpe(texts[:: len(texts) // 200 + 1], 32_768)
+    tokenizer.save_pretrained(saved)
+    chunks = [chunk for text in texts for chunk in cut_text(text)]
+    rows = datasets.Dataset.from_dict({"text": texts})
+    tiktoken = fast_ids._tiktoken_encoder(prepare_tokenizer(tokenizer))
+    assert callable(tiktoken), tiktoken
+    numbers = iter(range(10**9))
+
+    def prepare(batches_before_choice: int) -> None:
+        fast_ids._BATCHES_BEFORE_CHOICE = batches_before_choice
+        data = {"train": str(source), "cache_dir": str(folder / f"encode-{next(numbers)}"), "sequence_length": 1024}
+        model = {"config": {"model_type": "gpt2"}}
+        sections = {"model": model, "data": data, "tokenizer": str(saved), "schedule": {"max_steps": 1}}
+        prepare_text(Recipe.model_validate({"output_dir": "unused", **sections}), progress=False)
+
+    def map_rows() -> None:
+        arrow = str(folder / f"{next(numbers)}.arrow")
+        rows.map(lambda batch: tokenizer(batch["text"]), batched=True, cache_file_name=arrow)
+
+    cases: dict[str, Callable[[], object]] = {
+        "prepare_text, with tiktoken": lambda: prepare(2),
+        "prepare_text, without": lambda: prepare(10**9),
+        "tiktoken alone": lambda: tiktoken(chunks),
+        "tokenizers alone": lambda: document_encoder(tokenizer, 0)(chunks),
+        "datasets.map": map_rows,
+    }
+    figures = {(name, unit): Figure("encode", name, unit, []) for name in cases for unit in ("MiB/s", "MiB/CPU s")}
+    for _ in range(sizes.encode_rounds):
+        for name, case in cases.items():
+            wall, cpu = time.perf_counter(), time.process_time()
+            case()
+            figures[name, "MiB/s"].values.append(num_bytes / 2**20 / (time.perf_counter() - wall))
+            figures[name, "MiB/CPU s"].values.append(num_bytes / 2**20 / (time.process_time() - cpu))
+    cores = len(os.sched_getaffinity(0))
+    return [replace(figure, what=f"{figure.what}, cores: {cores}") for figure in figures.values()]
 
 
 # --- tokens to batches -----------------------------------------------------------------------------------------------
@@ -279,7 +339,7 @@ def _alternate(cases: dict[str, Callable[[], None]], rounds: int, clock: Callabl
     return seconds
 
 
-PARTS = ("tokenise", "read", "order", "resume")
+PARTS = ("tokenise", "encode", "read", "order", "resume")
 
 
 def measure(sizes: Sizes, parts: Sequence[str], folder: Path) -> list[Figure]:
@@ -289,6 +349,8 @@ def measure(sizes: Sizes, parts: Sequence[str], folder: Path) -> list[Figure]:
     figures = []
     if "tokenise" in parts:
         figures += tokenising(sizes, folder)
+    if "encode" in parts:
+        figures += encoding(sizes, folder)
     if "read" in parts:
         figures += reading(sizes, folder)
     if "order" in parts:
@@ -303,30 +365,45 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--sizes", type=json.loads, default={}, help="JSON; changes fields of Sizes")
     parser.add_argument("--measure", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--cores", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     sizes = Sizes(**{**asdict(FULL), **arguments.sizes})
     if arguments.measure:
+        if arguments.cores:
+            os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: arguments.cores])
         print_result({"figures": [asdict(figure) for figure in measure(sizes, arguments.parts, arguments.measure)]})
         return
-    with tempfile.TemporaryDirectory() as folder:
-        child = run_child(
-            "benchmarks.data",
-            [
-                *("--measure", folder, "--parts", *arguments.parts),
-                *("--sizes", json.dumps(asdict(sizes))),
-            ],
-            environment={**child_environment(1), "TOKENIZERS_PARALLELISM": "true", "RAYON_NUM_THREADS": "1"},
-            timeout_seconds=1800,
-        )
-    figures = [Figure(**figure) for figure in child.result["figures"]]
+    found, others = [], []
+    # Rust threads are as many as the cores that a process may use, and one where all is measured on one thread.
+    for cores in (0, 1, os.cpu_count() or 1):
+        parts = [part for part in arguments.parts if (part == "encode") == bool(cores)]
+        if not parts:
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            child = run_child(
+                "benchmarks.data",
+                [
+                    *("--measure", folder, "--cores", str(cores), "--parts", *parts),
+                    *("--sizes", json.dumps(asdict(sizes))),
+                ],
+                environment={
+                    **child_environment(1),
+                    "TOKENIZERS_PARALLELISM": "true",
+                    **({} if cores else {"RAYON_NUM_THREADS": "1"}),
+                },
+                timeout_seconds=1800,
+            )
+        found += child.result["figures"]
+        others.append(child.others_cores)
+    figures = [Figure(**figure) for figure in found]
     lines = [
-        "## Data: text to tokens to batches, one process, one thread",
+        "## Data: text to tokens to batches, one process, one thread (the part encode: the cores that it names)",
         "",
         markdown_table(HEADERS, [figure.cells() for figure in figures], text=("part", "what", "unit", "bar")),
         "",
-        f"Other processes used {child.others_cores:.2f} cores meanwhile.",
+        f"Other processes used up to {max(others):.2f} cores meanwhile.",
     ]
-    record = {"sizes": asdict(sizes), "figures": child.result["figures"], "others_cores": round(child.others_cores, 2)}
+    record = {"sizes": asdict(sizes), "figures": found, "others_cores": round(max(others), 2)}
     show(lines, record, save=arguments.save, name="data")
 
 

@@ -135,7 +135,7 @@ def _tiktoken_encoder(tokenizer: TextTokenizer) -> Encode | str:
     try:
         from tiktoken import Encoding
     except ImportError:
-        return "pip install 'accel-train[fast-tokens]' makes it faster"
+        return "pip install 'accel-train[tiktoken]' makes it faster"
     encoding = Encoding("", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
 
     def encode(texts: Sequence[str]) -> list[TokenIds]:
