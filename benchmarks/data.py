@@ -124,7 +124,8 @@ def encoding(sizes: Sizes, folder: Path) -> list[Figure]:
 
     from accel_train import Recipe
     from accel_train.data.text import fast_ids
-    from accel_train.data.text.corpus import cut_text, prepare_text
+    from accel_train.data.text.corpus import prepare_text
+    from accel_train.data.text.documents import cut_text
     from accel_train.data.text.tokenizers import document_encoder, prepare_tokenizer, train_bpe
 
     texts, num_bytes = list[str](), 0

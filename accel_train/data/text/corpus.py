@@ -21,7 +21,7 @@ from accel_train.core.state import JsonRecord
 from accel_train.data import cache
 from accel_train.data.sources import Source, companions_of, describe, file_kind, files_of, holds_tokens, num_bytes_of
 from accel_train.data.tables import resolve_both
-from accel_train.data.text.documents import Split, choose_split, read_documents
+from accel_train.data.text.documents import Split, choose_split, cut_text, read_documents
 from accel_train.data.text.fast_ids import encode_ahead
 from accel_train.data.text.token_files import (
     OTHER_TOKENIZER,
@@ -269,9 +269,6 @@ def _open(
 
 # A larger sample no longer changes which frequent pairs become tokens, but costs minutes and gigabytes.
 _BPE_LIMIT_CHARACTERS = 1 << 30
-# Size of the chunks that a long document is encoded in. One file then keeps all cores busy, and the encodings (about
-# 100 bytes per token) stay small.
-_CHUNK_CHARACTERS = 1 << 17
 _BATCH_CHARACTERS = 1 << 21
 # Most evaluation text that xz reads (takes a few seconds).
 _XZ_LIMIT_BYTES = 8_000_000
@@ -357,24 +354,6 @@ def build_shards(folder: Path, inputs: Inputs) -> tuple[TextTokenizer, JsonRecor
         "tokenizer_digest": tokenizer.digest,
         "facts": _corpus_facts(inputs, tokenizer.separator_id, train, held_out, counts).record(),
     }
-
-
-def cut_text(text: str, limit: int = _CHUNK_CHARACTERS) -> Iterator[str]:
-    """Yield a text in chunks of at most `limit` characters. An empty text yields nothing.
-
-    If possible, cuts fall before a line that directly follows another line, without other white space at the cut. The
-    pre-tokenizers of GPT-2, Llama 3 and similar models split there too, so the tokens do not change.
-    """
-    start = 0
-    while len(text) - start > limit:
-        end = text.rfind("\n", start + 1, start + limit) + 1
-        while end > 0 and (text[end - 2].isspace() or text[end].isspace()):
-            end = text.rfind("\n", start + 1, end - 1) + 1
-        end = end or start + limit
-        yield text[start:end]
-        start = end
-    if start < len(text):
-        yield text[start:]
 
 
 def byte_bar(title: str, total_bytes: float, shown: bool) -> "tqdm[Any]":

@@ -120,3 +120,26 @@ def divide_rows(
     for row, text in zip(rows, texts):
         sides[split.holds_out(text)].append(row)
     return *sides, split
+
+
+# Size of the chunks that a long document is encoded in. One file then keeps all cores busy, and the encodings (about
+# 100 bytes per token) stay small.
+_CHUNK_CHARACTERS = 1 << 17
+
+
+def cut_text(text: str, limit: int = _CHUNK_CHARACTERS) -> Iterator[str]:
+    """Yield a text in chunks of at most `limit` characters. An empty text yields nothing.
+
+    If possible, cuts fall before a line that directly follows another line, without other white space at the cut. The
+    pre-tokenizers of GPT-2, Llama 3 and similar models split there too, so the tokens do not change.
+    """
+    start = 0
+    while len(text) - start > limit:
+        end = text.rfind("\n", start + 1, start + limit) + 1
+        while end > 0 and (text[end - 2].isspace() or text[end].isspace()):
+            end = text.rfind("\n", start + 1, end - 1) + 1
+        end = end or start + limit
+        yield text[start:end]
+        start = end
+    if start < len(text):
+        yield text[start:]

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, ByT5Tokenizer, GPT2Config, PreTrainedTokenizerFast
 
 from accel_train.cli.main import main
-from accel_train.data.text.corpus import cut_text
+from accel_train.data.text.documents import cut_text
 from accel_train.data.text.tokenizers import (
     BYTE_SEPARATOR_ID,
     SEPARATOR,
