@@ -1,6 +1,8 @@
 """Pictures with boxes and masks, for the report and for `predict --draw`. Their colors suit color-blind readers."""
 
+import base64
 import colorsys
+import io
 from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Literal, NamedTuple
@@ -60,6 +62,13 @@ def resized(image: Image.Image, scale: float) -> Image.Image:
     """Return the image, scaled. Enlarged pixels stay squares."""
     size = (max(1, round(image.width * scale)), max(1, round(image.height * scale)))
     return image.resize(size, Image.Resampling.NEAREST if scale > 1 else Image.Resampling.BILINEAR)
+
+
+def address_of(picture: Image.Image, edge: int) -> str:
+    """Return a thumbnail, `edge` pixels long, as an address that holds the picture itself."""
+    file = io.BytesIO()
+    resized(picture, edge / max(picture.size)).quantize(64).save(file, "PNG", optimize=True)
+    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
 
 
 def draw_boxes(image: Image.Image, boxes: Sequence[Box], scale: float) -> Image.Image:

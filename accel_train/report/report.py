@@ -8,7 +8,7 @@ from functools import cache
 from importlib.resources import files
 from pathlib import Path
 
-from jinja2 import Environment, StrictUndefined, Template
+from jinja2 import Environment, FunctionLoader, StrictUndefined, Template
 
 from accel_train.core.ownership import check_file, write_file
 from accel_train.core.state import JsonRecord
@@ -25,6 +25,11 @@ from accel_train.report.html import (
     shared_targets,
 )
 from accel_train.report.run import Run, load_run
+
+
+def made_by() -> str:
+    """Return the last line of a page."""
+    return f"Made by accel_train, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
 
 
 def write_report(
@@ -69,10 +74,12 @@ def load_runs(run_folders: Sequence[Path], readers: Sequence[MetricsReader | Non
 
 
 @cache
-def page_template() -> Template:
-    """Return the cached template of the page. Compiling it takes longer than rendering it."""
-    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
-    return environment.from_string(_read("report.html"))
+def page_template(name: str = "report.html") -> Template:
+    """Return the cached template of a page. Compiling it takes longer than rendering it."""
+    environment = Environment(
+        loader=FunctionLoader(_read), autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined
+    )
+    return environment.get_template(name)
 
 
 def render_page(runs: Sequence[Run], tables: Sequence[JsonRecord] = ()) -> str:
@@ -100,7 +107,7 @@ def render_page(runs: Sequence[Run], tables: Sequence[JsonRecord] = ()) -> str:
         other_evaluation_data=several and differ_in_evaluation_data(runs),
         times=compare_times(runs) if several else [],
         recipe_differences=compare_recipes(runs) if several else [],
-        footer=f"Made by accel_train, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
+        footer=made_by(),
     )
 
 

@@ -1,8 +1,6 @@
 """Finish a run after its last step: evaluate, and write the weights, the summary and the report."""
 
-import base64
 import copy
-import io
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
@@ -48,7 +46,7 @@ from accel_train.observe.progress import without_variants
 from accel_train.observe.run_folder import EXAMPLES_FILE, SUMMARY_FILE
 from accel_train.parallel.building import filled
 from accel_train.recipe.tasks import targets_of
-from accel_train.report.pictures import NO_CLASS, VERDICTS, Box, class_colors, draw_boxes, palette, resized
+from accel_train.report.pictures import NO_CLASS, VERDICTS, Box, address_of, class_colors, draw_boxes, palette
 from accel_train.report.report import write_report
 from accel_train.report.run import how_to_use
 from accel_train.runtime.doctor import environment, launch_facts
@@ -431,16 +429,19 @@ def _shown(found: _Predicted, kind: str, source: Any) -> JsonRecord:
     if kind == "boxes":
         image = sample["image"]
         scale = EDGE_OF_BOXES / max(image.size)
-        pictures = [_png(draw_boxes(image, [box for _, box, _ in side], scale), EDGE_OF_BOXES) for side in sides]
+        pictures = [address_of(draw_boxes(image, [box for _, box, _ in side], scale), EDGE_OF_BOXES) for side in sides]
         sides_of = {"right": found.guess, "wrong": found.guess, "missed": found.truth}
         verdicts = {name: [each for each, _, verdict in sides_of[name] if verdict == name] for name in VERDICTS}
         return {"images": pictures, **verdicts}
     if kind == "mask":
         masks = (Image.fromarray(palette()[mask.astype(np.uint8)]) for mask in sides)
-        return {"images": [_png(each) for each in (sample["image"].convert("RGB"), *masks)], "wrong": found.wrong}
+        return {
+            "images": [address_of(each, EDGE) for each in (sample["image"].convert("RGB"), *masks)],
+            "wrong": found.wrong,
+        }
     shown = {"truth": names[found.truth], "prediction": names[found.guess], "score": found.confidence}
     if "image" in sample:
-        return {**shown, "images": [_png(sample["image"].convert("RGB"))]}
+        return {**shown, "images": [address_of(sample["image"].convert("RGB"), EDGE)]}
     text = sample["text"]
     return {**shown, "text": text if len(text) <= MAX_CHARACTERS else f"{text[:MAX_CHARACTERS]} ..."}
 
@@ -452,10 +453,3 @@ def _colours(found: list[_Predicted], names: tuple[str, ...]) -> list[tuple[str,
         (names[number] if 0 <= number < len(names) else "no class", class_colors()[number])
         for number in sorted({number for mask in masks for number in np.unique(mask).tolist()})
     ]
-
-
-def _png(picture: Image.Image, edge: int = EDGE) -> str:
-    """Return a thumbnail as an address that holds the picture itself."""
-    file = io.BytesIO()
-    resized(picture, edge / max(picture.size)).quantize(64).save(file, "PNG", optimize=True)
-    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()

@@ -4,6 +4,7 @@ The module of a command imports its dependencies when the command runs. Code in 
 """
 
 from accel_train.cli.command import Command
+from accel_train.cli.commands.data import DATA
 from accel_train.cli.commands.finetune import FINETUNE
 from accel_train.cli.commands.recipes import COMPLETION, EXPLAIN, INIT, RECIPES
 from accel_train.cli.commands.rehearse import REHEARSE, VERIFY
@@ -14,6 +15,7 @@ from accel_train.cli.commands.train import FIND_LR, PLAN, PREPARE, RUN
 GROUPS: dict[str, dict[str, Command]] = {
     "start": {"finetune": FINETUNE, "run": RUN, "recipes": RECIPES, "init": INIT},
     "before you pay": {
+        "data": DATA,
         "plan": PLAN,
         "prepare": PREPARE,
         "rehearse": REHEARSE,

@@ -89,6 +89,39 @@ class PlanResult(TypedDict):
     notes: Sequence[str]
 
 
+class FindingOfData(TypedDict):
+    """Something about the data that harms a training."""
+
+    kind: str
+    sentence: str
+    count: int
+    total: int
+    """Samples, steps, classes, or positions among which it was counted."""
+    examples: Sequence[str]
+    """Files and rows of the first ones."""
+    stops: bool
+    """Whether a batch would teach nothing. The exit code is then 2."""
+
+
+class DataResult(TypedDict):
+    """`data`: what a run of the recipe will read."""
+
+    findings: Sequence[FindingOfData]
+    """Findings, the most harmful first."""
+    training_samples: int
+    """Training samples that were read: all of them, or evenly spaced ones of many."""
+    evaluation_samples: int
+    labels: Mapping[str, int]
+    """Training samples that have a class, by its name."""
+    sources: Mapping[str, int]
+    """Training samples by file. Empty for one file."""
+    lengths: Sequence[int]
+    """Histogram of the tokens of a training sample, in equal parts from the shortest to the longest."""
+    notes: Sequence[str]
+    file: str
+    """HTML page with the same, and with decoded samples and images."""
+
+
 class PreparedPart(TypedDict):
     """Data sets, tokens, samples, a tokenizer, or weights."""
 

@@ -1,0 +1,193 @@
+"""Findings about the samples of both sides and the batches of the first steps, in order of harm."""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import NamedTuple
+
+import numpy as np
+
+from accel_train.data.labels import class_doubts
+from accel_train.experiments.look.units import Unit, near_pairs
+from accel_train.training.output import FEW_HELD_OUT
+
+KINDS = {
+    "teaches_nothing": "{} of the first {} steps have no target, so they teach nothing. Check labels and masks",
+    "unreadable": "{} of {} samples cannot be read, and the run stops there. Repair or remove them",
+    "not_finite": "{} of {} samples hold NaN or Inf. Repair or remove them",
+    "one_class": "{} of {} training samples are of one class, so there is nothing to learn. Add other classes",
+    "leak": "{} of {} evaluation samples are training samples too, so their score says little. Remove them",
+    "near_leak": "{} of {} evaluation texts are nearly training texts. Remove them, or set data.group_column",
+    "swapped_labels": "{} of {} samples have another class than such texts in other files. Compare their labels",
+    "contradiction": "{} of {} samples have the input of another sample, and another class. Keep one of them",
+    "other_template": "{} of {} texts hold marks of another chat template, which the model reads as plain text. Write "
+    "chats as messages (data.format: chat)",
+    "wrong_encoding": "{} of {} texts have broken characters. Set data.encoding, or repair the files",
+    "no_target": "{} of {} samples have no target, so they teach nothing. Label or remove them",
+    "cut_answers": "{} of {} answers are cut, so the model does not learn to end them. Raise the maximum length",
+    "unknown_tokens": "{} of {} texts have many unknown tokens. Use a tokenizer of their language",
+    "empty": "{} of {} texts are empty. Remove them",
+    "blank_images": "{} of {} images have one color only. Remove them",
+    "empty_masks": "{} of {} masks have one value only. Check their numbers (data.mask_values)",
+    "no_boxes": "{} of {} images have no boxes. Check that their annotations are found",
+    "missing_class": "{} of {} classes have no training sample, so they are not learned. Add some",
+    "one_class_steps": "{} of the first {} steps have samples of one class only. Set data.shuffle: true",
+    "other_shares": "{} of {} evaluation samples need another class for the shares of training. Split one source",
+    "doubtful_labels": "{} of {} classes are doubtful",
+    "duplicates": "{} of {} training samples are copies of others. Remove them",
+    "near_duplicates": "{} of {} training texts are nearly copies of others. Remove them, or accept their weight",
+    "cut": "{} of {} texts are cut. Raise the maximum length",
+    "padding": "{} of {} positions in the first steps are padding. Set data.group_by_length: true",
+    "few_held_out": "{} of {} samples are held out, too few to measure. Raise data.eval_fraction, or give data.eval",
+}
+"""Sentence of each kind of finding, with a count and a total, in order of harm."""
+LEAST_SHARES = {
+    "duplicates": 0.05,
+    "near_duplicates": 0.2,
+    "leak": 0.01,
+    "near_leak": 0.1,
+    "contradiction": 0.02,
+    "wrong_encoding": 0.005,
+    "empty": 0.01,
+    "blank_images": 0.01,
+    "empty_masks": 0.5,
+    "no_boxes": 0.5,
+    "cut": 0.5,
+    "cut_answers": 0.05,
+    "one_class": 0.999,
+    "one_class_steps": 0.5,
+    "other_shares": 0.3,
+    "padding": 0.7,
+}
+"""Share of the total up to which the kind is usual, and no finding."""
+STOPS = {"teaches_nothing", "unreadable", "not_finite", "one_class"}
+"""Findings with which a batch would teach nothing."""
+_MOST_EXAMPLES = 3
+_FEWEST_NEAR = 20
+"""Units of a side from which near copies are a finding. Of a few long documents, some are often alike."""
+MOST_FILES = 50
+_FEWEST_OF_FILE = 10
+"""Samples of a class in a file from which its classes are compared with the other files' classes."""
+_BUCKETS = 4096
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something about the data that harms a training."""
+
+    kind: str
+    count: int
+    total: int
+    examples: tuple[str, ...] = ()
+    """Files and rows of the first samples."""
+
+    @property
+    def sentence(self) -> str:
+        """Return the finding with its numbers, and what to do."""
+        return KINDS[self.kind].format(f"{self.count:,}", f"{self.total:,}")
+
+    @property
+    def stops(self) -> bool:
+        """Return whether a batch would teach nothing."""
+        return self.kind in STOPS
+
+
+class Step(NamedTuple):
+    """The batches of a step, summed."""
+
+    num_targets: int
+    is_of_one_class: bool
+    """Whether all samples have one class, in an order that is not shuffled."""
+    padding: int
+    """Positions that hold padding."""
+    positions: int
+
+
+def find(train: Sequence[Unit], held: Sequence[Unit], names: Sequence[str], steps: Sequence[Step]) -> list[Finding]:
+    """Return the findings about training samples, evaluation samples, and steps, the most harmful first."""
+    order = list(KINDS)
+    found = chain(
+        _of_samples([*train, *held]),
+        _repeated(train, held),
+        _of_classes(train, held, names),
+        [_finding("swapped_labels", list(_swapped(train)), len(train))],
+        _of_steps(steps),
+    )
+    kept = (each for each in found if each.count > LEAST_SHARES.get(each.kind, 0) * each.total)
+    return sorted(kept, key=lambda each: order.index(each.kind))
+
+
+def _finding(kind: str, units: Sequence[Unit], total: int) -> Finding:
+    return Finding(kind, len(units), total, tuple(f"{unit.where}: {unit.beginning}" for unit in units[:_MOST_EXAMPLES]))
+
+
+def _of_samples(units: Sequence[Unit]) -> Iterator[Finding]:
+    for kind in {kind for unit in units for kind in unit.problems}:
+        yield _finding(kind, [unit for unit in units if kind in unit.problems], len(units))
+
+
+def _repeated(train: Sequence[Unit], held: Sequence[Unit]) -> Iterator[Finding]:
+    first: dict[int, Unit] = {}
+    copies = [(unit, before) for unit in train if (before := first.setdefault(unit.digest, unit)) is not unit]
+    yield _finding("contradiction", [unit for unit, before in copies if unit.label != before.label], len(train))
+    yield _finding("duplicates", [unit for unit, before in copies if unit.label == before.label], len(train))
+    yield _finding("leak", [unit for unit in held if unit.digest in first], len(held))
+    both, pairs = [*train, *held], list(near_pairs([*train, *held]))
+    if min(len(train), len(held) or len(train)) < _FEWEST_NEAR:
+        return
+    near = dict.fromkeys(later for later, _ in pairs if later < len(train))
+    leaks = dict.fromkeys(later for later, earlier in pairs if earlier < len(train) <= later)
+    yield _finding("near_duplicates", [both[number] for number in near], len(train))
+    yield _finding("near_leak", [both[number] for number in leaks], len(held))
+
+
+def _of_classes(train: Sequence[Unit], held: Sequence[Unit], names: Sequence[str]) -> Iterator[Finding]:
+    counts, others = (Counter(chain.from_iterable(unit.classes for unit in side)) for side in (train, held))
+    missing = [name for number, name in enumerate(names) if not counts[number]]
+    # A sentence need not have every tag.
+    if not counts or all(unit.label is None and unit.length for unit in train):
+        return
+    yield Finding("missing_class", len(missing), len(names), tuple(missing[:_MOST_EXAMPLES]))
+    if all(unit.label is None for unit in train):
+        return
+    yield Finding("one_class", max(counts.values()), len(train))
+    doubts = [doubt.problem for doubt in class_doubts({names[number]: count for number, count in counts.items()})]
+    yield Finding("doubtful_labels", len(doubts), len(names), tuple(doubts))
+    if len(held) < FEW_HELD_OUT:
+        yield Finding("few_held_out", len(held), len(train) + len(held))
+    else:
+        moved = sum(max(0, others[number] - counts[number] * len(held) / len(train)) for number in others)
+        yield Finding("other_shares", round(moved), len(held))
+
+
+def _of_steps(steps: Sequence[Step]) -> Iterator[Finding]:
+    yield Finding("teaches_nothing", sum(not step.num_targets for step in steps), len(steps))
+    yield Finding("one_class_steps", sum(step.is_of_one_class for step in steps), len(steps))
+    yield Finding("padding", sum(step.padding for step in steps), sum(step.positions for step in steps))
+
+
+def _swapped(train: Sequence[Unit]) -> Iterator[Unit]:
+    """Yield the samples of two classes of a file that the words of the other files exchange.
+
+    The other files are the data of a naive Bayes classifier, which must mostly take both classes for each other.
+    """
+    from sklearn.feature_extraction import FeatureHasher
+    from sklearn.metrics import confusion_matrix
+    from sklearn.naive_bayes import MultinomialNB
+
+    units = [unit for unit in train if unit.label is not None and len(unit.words)]
+    files, labels = (np.array([getattr(unit, name) for unit in units]) for name in ("file", "label"))
+    names = {*files.tolist()}
+    if not 1 < len(names) <= MOST_FILES:
+        return
+    hasher = FeatureHasher(_BUCKETS, input_type="string", alternate_sign=False)
+    words = hasher.transform([map(str, unit.words) for unit in units])
+    for name in sorted(names):
+        is_own = files == name
+        taken = MultinomialNB().fit(words[~is_own], labels[~is_own]).predict(words[is_own])
+        counts = confusion_matrix(labels[is_own], taken, labels=range(labels.max() + 1))
+        is_mostly = counts > np.maximum(counts.sum(axis=1, keepdims=True) / 2, _FEWEST_OF_FILE)
+        np.fill_diagonal(is_mostly, False)
+        exchanged = (is_mostly & is_mostly.T).any(axis=1)
+        yield from (units[number] for number in np.flatnonzero(is_own & exchanged[labels]))
