@@ -250,3 +250,20 @@ def test_every_task_draws_its_samples_by_the_weights_of_their_files(tmp_path: Pa
     tokens = LENGTH if "source_one_tokens" in line else 1
     drawn = [value / tokens for name, value in line.items() if name.endswith(("_samples", "_tokens"))]
     assert drawn == ([8, 24] if len(names) > 1 else [32])
+
+
+def test_token_files_are_mixed_where_they_lie_and_need_evaluation_data_of_their_own(tmp_path: Path) -> None:
+    sizes = {"web": 640, "code": 320}
+    for number, (name, size) in enumerate(sizes.items()):
+        np.full(size * LENGTH + 1, number + 65, np.uint16).tofile(tmp_path / f"{name}.bin")
+    sources = [{"source": str(tmp_path / f"{name}.bin"), "weight": weight} for name, weight in zip(sizes, (3, 1))]
+    recipe = mixture(tmp_path, data={"train": sources}, schedule={"max_steps": 4})
+    refused(train, recipe, named="data.train|data.eval")
+    recipe["data"]["eval"] = str(tmp_path / "code.bin")
+    windows: Any = prepare_text(check_recipe(Recipe.model_validate(recipe))[0], progress=False).train
+    assert [len(each) for each in windows.datasets] == [*sizes.values()]
+    assert {*windows[639].tolist()} == {65}
+    assert {*windows[640].tolist()} == {66}
+    assert not [*Path(recipe["data"]["cache_dir"]).rglob("*.bin")]
+    train(recipe)
+    assert [metrics(tmp_path / "run")[-1][f"source_{name}_tokens"] for name in sizes] == [36 * LENGTH, 12 * LENGTH]
