@@ -10,13 +10,14 @@ import numpy as np
 import torch
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
+from torch.utils.data import ConcatDataset
 
 from accel_train.core.errors import DataError
 from accel_train.core.files import digest64
 from accel_train.data.images.images import evenly_spaced
 from accel_train.data.labels import IGNORED_LABEL
 from accel_train.data.samples import fetch
-from accel_train.data.text.tokens import PADDING, WindowDataset
+from accel_train.data.text.tokens import BEGINS, PADDING, WindowDataset
 from accel_train.task import Collated, TaskData
 
 MOST_TEXTS = 1_000_000
@@ -115,15 +116,21 @@ def tokenizer_of(data: TaskData) -> Any:
 def _rows(samples: Any, tokenizer: Any) -> list[Row] | None:
     """Return the documents of windows of a text, or the fine-tuning rows of packed windows; None for other samples."""
     stream = getattr(samples, "windows", samples)
-    if isinstance(stream, WindowDataset):
-        tokens = stream.__getitems__(range(min(len(stream), MOST_TOKENS // stream.sequence_length)))[:, :-1]
-        ends = np.flatnonzero(np.isin(tokens, getattr(tokenizer, "all_special_ids", ()))) + 1
-        documents = np.split(tokens[tokens != PADDING], ends)
-        return [Row(each, np.ones(len(each), np.bool_)) for each in documents if len(each) > 1]
+    found = stream.datasets if isinstance(stream, ConcatDataset) else [stream]
+    if streams := [each for each in found if isinstance(each, WindowDataset)]:
+        return [row for each in streams for row in _documents(each, tokenizer, MOST_TOKENS // len(streams))]
     if not hasattr(samples, "rows"):
         return None
     spans = [slice(*each) for each in pairwise(samples.rows.starts)]
     return [Row(samples.rows.tokens[span], samples.rows.is_target[span]) for span in spans]
+
+
+def _documents(stream: WindowDataset, tokenizer: Any, most_tokens: int) -> list[Row]:
+    tokens = stream.__getitems__(range(min(len(stream), most_tokens // stream.sequence_length)))[:, :-1]
+    tokens -= BEGINS * (tokens >= BEGINS)
+    ends = np.flatnonzero(np.isin(tokens, getattr(tokenizer, "all_special_ids", ()))) + 1
+    documents = np.split(tokens[tokens != PADDING], ends)
+    return [Row(each, np.ones(len(each), np.bool_)) for each in documents if len(each) > 1]
 
 
 def _row(batch: Collated, *, is_text: bool) -> Row:
