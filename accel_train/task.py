@@ -8,17 +8,18 @@ import importlib.util
 import os
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
+from glob import glob
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias, TypeGuard
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias, TypeGuard, cast
 
 from pydantic import BaseModel, ValidationError
 
 from accel_train.core.errors import SettingError
 from accel_train.core.model_card import FILE, OF_TENSORS, Use, new_card, of_transformers
 from accel_train.core.state import JsonRecord
-from accel_train.recipe.data import Data, OwnData
+from accel_train.recipe.data import Data, OwnData, listed
 from accel_train.recipe.tasks import TASKS, check_task
 from accel_train.recipe.tasks import TaskSpec as TaskSpec
 
@@ -94,6 +95,8 @@ class Facts(BaseModel, extra="forbid"):
     train_bytes: int | None = None
     eval_bytes: int | None = None
     """Bytes of the held-out text. None: the source holds tokens."""
+    eval_sets: dict[str, dict[str, int]] = {}
+    """Facts of each set that `data.eval` names, by their names here: `num_eval`, and `eval_tokens`, `eval_bytes`."""
     train_targets: int = 0
     """Labels in an epoch."""
     unigram_bits_per_byte: float | None = None
@@ -133,6 +136,9 @@ class TaskData:
 
     train: "Dataset[Any]"
     eval: "Dataset[Any] | None"
+    """Evaluation data. With named sets in `data.eval`, a `ConcatDataset` with a part for each set, if `source` does not
+    tell the file of each sample.
+    """
     collate: Collate
     """Function from samples to tensors by name, with `num_targets`: the int that divides the loss sum (its number of
     targets).
@@ -294,7 +300,8 @@ class Task(ABC):
         integers, so sums are exact. Floating-point tensors are summed in fp64.
 
         A name that begins with `rows_` is kept instead, one row per sample, in the order of the samples. This costs
-        host memory. It is for metrics that sums cannot give (rank correlation).
+        host memory. It is for metrics that sums cannot give (rank correlation). `rows_index` is reserved: `score` gets
+        the numbers of the samples there.
         """
         return {"loss_sum": self.loss_sum(model, batch)}
 
@@ -493,7 +500,35 @@ def read_data(task: Task, recipe: "Recipe", *, progress: bool) -> TaskData:
             f"load_data of task={recipe.task!r} returned {_kind(data.facts)} for facts; return an "
             "accel_train.task.Facts, with the task's own in others"
         )
+    if sets := recipe.data.eval_sets:
+        counts = _counts_of_sets(data, sets)
+        if 0 in counts or sum(counts) != len(cast("Sized", data.eval)):
+            problem = f"the sets {', '.join(sets)} have {', '.join(map(str, counts))} samples of their own"
+            raise SettingError(problem, "Give each set other files", "data.eval", ("data.eval",))
+        known = data.facts.eval_sets
+        data.facts.eval_sets = {name: known.get(name, {}) | {"num_eval": count} for name, count in zip(sets, counts)}
     return data
+
+
+def _counts_of_sets(data: TaskData, sets: Mapping[str, Any]) -> Sequence[int]:
+    """Return the number of evaluation samples of each set. Without parts, the files of samples tell their sets."""
+    samples: Any = data.eval
+    parts = getattr(samples, "datasets", [samples])
+    if len(parts) == len(sets):
+        return [*map(len, parts)]
+    images = getattr(data.source, "sets", None)
+    if images and images.eval_counts:
+        return [*images.eval_counts]
+    wheres = [row.where for row in getattr(data.source, "evaluated", ())]
+    wheres += map(images.eval.where, range(len(samples))) if images else []
+    counts = []
+    for names in sets.values():
+        paths = [
+            path for name in map(os.path.expanduser, listed(names)) for path in glob(name, recursive=True) or [name]
+        ]
+        starts = tuple(f"{Path(path)}{end}" for path in paths for end in "/:, ")
+        counts.append(sum(where.startswith(starts) for where in wheres))
+    return counts
 
 
 def _kind(found: Any) -> str:

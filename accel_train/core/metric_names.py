@@ -78,25 +78,35 @@ LOWER_IS_BETTER = ("loss", "perplexity", "error", "mse", "mae", "bits_per_byte")
 """Words in the name of an unknown metric that make smaller values better. Otherwise, greater values are better."""
 
 
+def metric_of(name: str) -> Metric | None:
+    """Return the metric of a name, also of a named evaluation set: `loss`, `web/loss`. None if it is not known."""
+    return METRICS.get(name.rpartition("/")[2])
+
+
 def is_lower_better(name: str) -> bool:
     """Return whether smaller values of a metric are better. The name of an unknown metric decides by its words."""
-    known = METRICS.get(name.removeprefix("eval_"))
+    known = metric_of(name.removeprefix("eval_"))
     return any(word in name for word in LOWER_IS_BETTER) if known is None else known.is_lower_better
 
 
 def label(name: str) -> str:
-    """Return the display name of a metric: `F1, macro` for `f1_macro`. The words of an unknown name: `My score`."""
-    return METRICS[name].label if name in METRICS else f"{name[:1].upper()}{name[1:]}".replace("_", " ")
+    """Return the display name of a metric: `F1, macro` for `f1_macro`, and `F1, macro, web` for `web/f1_macro`. The
+    words of an unknown name: `My score`.
+    """
+    known, of_set = metric_of(name), name.split("/")[:-1]
+    return ", ".join([known.label, *of_set]) if known else f"{name[:1].upper()}{name[1:]}".replace("_", " ")
 
 
 def follows_from_loss(name: str) -> bool:
-    """Return whether a metric is the loss in another unit."""
-    return name in METRICS and METRICS[name].follows_from_loss
+    """Return whether a metric is the loss, or the loss in another unit. That of a named set is not."""
+    known = metric_of(name)
+    return known is not None and known.follows_from_loss and not name.endswith("/loss")
 
 
 def is_variant(name: str, names: Container[str]) -> bool:
     """Return whether another metric in `names` represents this one."""
-    return name in METRICS and METRICS[name].variant_of in names and METRICS[name].variant_of != name
+    known = metric_of(name)
+    return known is not None and known.variant_of in names and known.variant_of != name
 
 
 def has_common_axis(name: str) -> bool:
@@ -106,7 +116,8 @@ def has_common_axis(name: str) -> bool:
 
 def show_metric(name: str, value: Any) -> str:
     """Return the value of a metric as text, by its format in the table."""
-    return show_value(value, METRICS[name].places if name in METRICS else 4)
+    known = metric_of(name)
+    return show_value(value, known.places if known else 4)
 
 
 def show_value(value: Any, places: int | None = 4) -> str:

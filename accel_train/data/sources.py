@@ -19,7 +19,7 @@ from accel_train.data.delimited import DELIMITERS, delimiter_of, quoting_of
 from accel_train.data.encoding import check_encoding, encoding_of
 from accel_train.data.hub import look_for_hub, without_hub
 from accel_train.data.parts import is_about, pick, top_part
-from accel_train.recipe.data import Data, WeightedSource
+from accel_train.recipe.data import Data, WeightedSource, listed
 
 if TYPE_CHECKING:
     import datasets
@@ -89,13 +89,13 @@ class Source:
         return [replace(self, files=(file,)) for file in self.files] or [self]
 
 
-def resolve_sources(names: str | tuple[str, ...], data: Data, *, key: str) -> tuple[Source, ...]:
+def resolve_sources(names: Any, data: Data, *, key: str) -> tuple[Source, ...]:
     """Return the files and data sets named by a recipe key (`data.train` or `data.eval`), in a fixed order.
 
     Raises:
         ValueError: a source is missing, of an unknown kind, or mixes token shards with text.
     """
-    sources = tuple(_resolve(name, data, key) for name in ((names,) if isinstance(names, str) else names))
+    sources = tuple(_resolve(name, data, key) for name in listed(names))
     if not sources:
         raise ValueError(f"{key} is empty; name a file, folder, data set or one of {', '.join(EMBEDDED_CORPORA)}")
     is_text = any(source.dataset is not None for source in sources) or {*map(file_kind, files_of(sources))} != {
@@ -116,6 +116,8 @@ def located(data: Data, started_in: str | None) -> Data:
     def places_of(names: Any) -> Any:
         if isinstance(names, WeightedSource):
             return names.model_copy(update={"source": place_of(names.source)})
+        if isinstance(names, dict):
+            return {name: places_of(each) for name, each in names.items()}
         return tuple(map(places_of, names)) if isinstance(names, tuple) else names and place_of(names)
 
     cache = data.cache_dir and place_of(data.cache_dir)

@@ -1,11 +1,13 @@
 """Evaluate each sample once over all processes, weighted by targets; sums stay on the device."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
@@ -20,7 +22,7 @@ from accel_train.engine.step import MicroBatch
 from accel_train.parallel.dims import parallel_dims
 from accel_train.runtime.memory import is_out_of_memory
 from accel_train.runtime.process_group import concluded, gather_number
-from accel_train.task import TaskData
+from accel_train.task import Scores, Task, TaskData
 
 ROWS = "rows_"
 """Prefix of the values that `Task.evaluate_batch` returns per sample. All other values are summed."""
@@ -35,7 +37,7 @@ class Evaluation:
     num_targets: int
     num_samples: int
     totals: dict[str, NDArray[Any]]
-    """Sums of the task's counts, and `rows_*` arrays in the order of the samples."""
+    """Sums of the task's counts, and `rows_*` arrays in the order of the samples. `rows_index` has their numbers."""
     chunk_size: int
     """Samples per forward on this process. Smaller than the batch size if memory ran out."""
 
@@ -62,20 +64,27 @@ class EvaluationReader:
     """Whether forwards replay CUDA graphs (`Precision.has_cuda_graphs`)."""
     counted: Callable[[Iterator[MicroBatch], int], Iterator[MicroBatch]] | None = None
     """Wrapper of this process's batches, called with their number, such as a progress bar. None for no wrapper."""
+    part: range | None = None
+    """Samples of a part of the data. None for all data."""
 
     @property
     def num_samples(self) -> int:
         """Number of samples over all processes."""
-        total = len(self.data.eval)  # type: ignore[arg-type]
-        return total if self.max_samples is None else min(self.max_samples, total)
+        return len(self.samples)
+
+    @cached_property
+    def samples(self) -> Sequence[int]:
+        """Numbers of the samples that all processes read."""
+        part = range(len(self.data.eval)) if self.part is None else self.part  # type: ignore[arg-type]
+        count = len(part) if self.max_samples is None else min(self.max_samples, len(part))
+        return [part[number * len(part) // count] for number in range(count)]
 
     def batches(self, chunk_size: int | None = None) -> Iterator[MicroBatch]:
         """Yield the batches on the device, each in chunks of `chunk_size` samples (None: whole)."""
-        total = len(self.data.eval)  # type: ignore[arg-type]
         count, chunk = self.num_samples, chunk_size or self.batch_size
         dims = parallel_dims(self.accelerator)
         batches = self._read(
-            [int(index) * total // count for index in batch[start : start + chunk]]
+            [self.samples[index] for index in batch[start : start + chunk]]
             for batch in evaluation_batches(count, self.batch_size, dims.rank, dims.size)
             for start in range(0, len(batch), chunk)
         )
@@ -156,11 +165,48 @@ def evaluate(
             "the labels (or masks) of the evaluation data, and which label is ignored"
         )
     totals |= rows_in_order(accelerator, rows)
+    if rows:
+        totals["rows_index"] = np.array(reader.samples)
     # A loss that compares samples with each other needs all of them.
     loss_of_rows = getattr(getattr(module, "task", None), "loss_of_rows", None)
     with working("computing metrics"):
         loss_sum = float(totals["loss_sum"]) if loss_of_rows is None else loss_of_rows(totals)
     return Evaluation(loss_sum / targets, targets, reader.num_samples, totals, chunk)
+
+
+def evaluate_sets(task: Task, reader: EvaluationReader, module: nn.Module, **options: Any) -> tuple[Evaluation, Scores]:
+    """Evaluate all data, and return the result with the metrics: the loss, the task's metrics, and `num_targets`.
+
+    Sets that `data.eval` names are evaluated one after another. Their metrics are `NAME/loss` and so on. The loss of
+    all is the mean over all targets. `max_samples` spreads over the sets, with at least one sample of each. `options`
+    are those of `evaluate`.
+    """
+    data, found, of_sets, end = reader.data, list[Evaluation](), dict[str, float](), 0
+    for name, facts in data.facts.eval_sets.items():
+        part = range(end, end := end + facts["num_eval"])
+        most = max(1, reader.num_samples * len(part) // len(data.eval))  # type: ignore[arg-type]
+        found.append(evaluate(replace(reader, part=part, max_samples=most), module, **options))
+        own = replace(data, facts=data.facts.model_copy(update={**facts, "eval_sets": {}}))
+        of_sets |= {f"{name}/{metric}": value for metric, value in _scores(task, found[-1], own).metrics.items()}
+    if not found:
+        whole = evaluate(reader, module, **options)
+        return whole, _scores(task, whole, data)
+    totals: dict[str, Any] = {
+        name: (np.concatenate if name.startswith(ROWS) else sum)([each.totals[name] for each in found])
+        for name in found[0].totals
+    }
+    targets = [each.num_targets for each in found]
+    loss = float(np.average([each.loss for each in found], weights=targets))
+    chunk_size = min(each.chunk_size for each in found)
+    whole = Evaluation(loss, sum(targets), sum(each.num_samples for each in found), totals, chunk_size)
+    scores = _scores(task, whole, data)
+    return whole, Scores(scores.metrics | of_sets, scores.details)
+
+
+def _scores(task: Task, found: Evaluation, data: TaskData) -> Scores:
+    with working("computing metrics"):
+        scores = task.score(found.loss, found.totals, data)
+    return Scores({"loss": found.loss, **scores.metrics, "num_targets": found.num_targets}, scores.details)
 
 
 class _Counts(NamedTuple):

@@ -149,9 +149,9 @@ def numbers_by_source(order: DataOrder, window: int | None) -> Callable[[int, Se
         found: JsonRecord = {}
         for number, (source, drawn) in enumerate(zip(sources, drawn_before(step), strict=True)):
             if counts and counts[len(sources) + number]:
-                found[f"source_{source.name}_loss"] = counts[number] / counts[len(sources) + number]
-            found[f"source_{source.name}_{unit}"] = drawn * (window or 1)
-            found[f"source_{source.name}_epoch"] = round(drawn / len(source.samples), 6)
+                found[f"{source.name}/loss"] = counts[number] / counts[len(sources) + number]
+            found[f"{source.name}/{unit}"] = drawn * (window or 1)
+            found[f"{source.name}/epoch"] = round(drawn / len(source.samples), 6)
         return found
 
     return numbers

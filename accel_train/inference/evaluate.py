@@ -12,7 +12,7 @@ from accel_train.core.metric_names import label, show_metric
 from accel_train.core.ownership import check_file, write_file
 from accel_train.core.state import JsonRecord
 from accel_train.data.tables import MissingColumn
-from accel_train.engine.evaluation import EvaluationReader, evaluate
+from accel_train.engine.evaluation import EvaluationReader, evaluate_sets
 from accel_train.inference.finished_run import TrainedRun, check_finished, counted, open_run, recipe_of_trained
 from accel_train.metrics.baselines import format_scores
 from accel_train.observe.run_folder import SUMMARY_FILE, read_record
@@ -50,9 +50,7 @@ def measure(run: TrainedRun, text: str = "evaluating") -> Scores:
     """
     size = run.sizes.per_device_eval_batch_size
     reader = EvaluationReader(run.accelerator, run.data, size, run.reading, counted=partial(counted, text=text))
-    result = evaluate(reader, run.inner)
-    found = run.task.score(result.loss, result.totals, run.data)
-    return Scores({"loss": result.loss, **found.metrics, "num_targets": result.num_targets}, found.details)
+    return evaluate_sets(run.task, reader, run.inner)[1]
 
 
 def write_evaluation(run: TrainedRun, measured: Scores, data: str | None) -> Path:

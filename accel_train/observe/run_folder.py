@@ -33,7 +33,7 @@ TOO_LARGE = "it has a number of more than 64 bits"
 
 
 _VALUE = rb"-?\d{1,18}(?:\.\d{1,20})?(?:e[-+]?\d\d)?|true|false|null"
-_TRAIN_LINE = re.compile(rb'\{"step": (\d{1,18}), "split": "train"(?:, "\w+": (?:' + _VALUE + rb"))*\}\n")
+_TRAIN_LINE = re.compile(rb'\{"step": (\d{1,18}), "split": "train"(?:, "[\w/]+": (?:' + _VALUE + rb"))*\}\n")
 """Pattern of a valid training line. Its group is the step, so such a line need not be parsed."""
 _SECONDS_OF_THE_DEAD = 20.0
 """Seconds to wait for the lock of a killed process.

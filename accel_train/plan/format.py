@@ -70,6 +70,7 @@ def _counts(facts: Facts) -> list[Row]:
         "tokens held out": facts.eval_tokens,
         "samples to train on": facts.num_train,
         "samples held out": facts.num_eval,
+        **{f"samples of {name}": sizes["num_eval"] for name, sizes in facts.eval_sets.items()},
     }
     return [(name, format_count(count)) for name, count in counts.items() if count is not None]
 

@@ -5,9 +5,10 @@ Each task adds its own settings in `accel_train/tasks/TASK/config.py`.
 
 import codecs
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import AfterValidator, ConfigDict, Field, PrivateAttr, model_validator
 
@@ -23,6 +24,8 @@ from accel_train.recipe.values import (
     PositiveInt,
     Section,
 )
+
+Item = TypeVar("Item")
 
 
 def _known_encoding(name: str) -> str:
@@ -44,6 +47,24 @@ def _one_character(delimiter: str) -> str:
         problem = f"data.delimiter={delimiter!r} is not one character"
         raise SettingError(problem, "Give one, for example ';', tab or '|'.", settings=("data.delimiter",))
     return delimiter
+
+
+def _sets_with_names(names: Any) -> Any:
+    if isinstance(names, dict) and not all(map(str.isidentifier, names or [""])):
+        problem = f"data.eval={names} is not a mapping of words to data"
+        raise SettingError(
+            problem, "Name each set, for example {web: web.txt, code: code.txt}.", settings=("data.eval",)
+        )
+    return names
+
+
+def listed(names: Any) -> tuple[str, ...]:
+    """Return the names in a value of `data.train` or `data.eval`, in order. None has no names."""
+    if isinstance(names, dict):
+        return sum(map(listed, names.values()), ())
+    if isinstance(names, str):
+        return (names,)
+    return tuple(each.source if isinstance(each, WeightedSource) else each for each in names or ())
 
 
 class TrainBPE(Section):
@@ -137,8 +158,12 @@ class Data(Section):
     json, bin, npz. Images are in folders by class, or together with masks. Several names are read as one. For a
     mixture, give each source its weight: `[{source: web/*.jsonl, weight: 0.7}, {source: code, weight: 0.3}]`.
     """
-    eval: str | tuple[str, ...] | None = None
-    """Evaluation data. Default: `eval_fraction` of the training documents."""
+    eval: Annotated[
+        str | tuple[str, ...] | dict[str, str | tuple[str, ...]] | None, AfterValidator(_sets_with_names)
+    ] = None
+    """Evaluation data. With a mapping of names to data, `{web: web.txt, code: code.txt}`, evaluations also report the
+    metrics of each set: `web/loss`, `code/loss`. Default: `eval_fraction` of the training documents.
+    """
     eval_fraction: Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)] = 0.01
     """Fraction of `train` held out for evaluation. A hash of each sample (document, text, image) selects it. 0: nothing
     is held out.
@@ -213,10 +238,9 @@ class Data(Section):
 
     def named(self) -> Iterator[tuple[str, str]]:
         """Yield each name of `train` and `eval`, after the name of its setting in messages."""
-        for name in self.train_names:
-            yield self.train_key, name
-        for name in (self.eval,) if isinstance(self.eval, str) else self.eval or ():
-            yield "data.eval", name
+        for key, names in ((self.train_key, self.train), ("data.eval", self.eval)):
+            for name in listed(names):
+                yield key, name
 
     @property
     def mixture(self) -> tuple[WeightedSource, ...]:
@@ -226,8 +250,7 @@ class Data(Section):
     @property
     def train_names(self) -> tuple[str, ...]:
         """Return the names in `train`."""
-        names = (self.train,) if isinstance(self.train, str) else self.train
-        return tuple(each.source if isinstance(each, WeightedSource) else each for each in names)
+        return listed(self.train)
 
     @model_validator(mode="after")
     def mixture_is_complete(self) -> Self:
@@ -250,6 +273,16 @@ class Data(Section):
         if problem:
             raise SettingError(problem, fix, settings=("data.train",))
         return self
+
+    @property
+    def eval_sets(self) -> Mapping[str, Any]:
+        """Return the sets that `eval` names. Empty if it names none."""
+        return self.eval if isinstance(self.eval, dict) else {}
+
+    def by_set(self, items: Iterable[Item]) -> list[tuple[Item, ...]]:
+        """Return items, one for each name in `eval`, by set. Without named sets, all are one set."""
+        left = iter(items)
+        return [tuple(islice(left, len(listed(names)))) for names in self.eval_sets.values()] or [tuple(left)]
 
     @property
     def is_for_training(self) -> bool:

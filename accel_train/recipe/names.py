@@ -380,6 +380,8 @@ def _rule(schema: Mapping[str, Any]) -> str:
         return f"a list of {len(schema['prefixItems'])}, each {_rule(schema['prefixItems'][0])}"
     if "properties" in schema:
         return f"a mapping of {', '.join(schema['properties'])}"
+    if isinstance(of_key := schema.get("additionalProperties"), Mapping):
+        return f"a mapping of names to {_rule(of_key)}"
     kind = _KINDS.get(schema.get("type", ""), "a mapping of finite values")
     # The general bound of integers is far above any real value. Only the message for a larger number names it.
     given = {limit: schema[limit] for limit in _LIMITS if schema.get(limit) not in (None, LARGEST_COUNT)}

@@ -24,7 +24,7 @@ PARTS_OF_TREND = 1_200
 MIN_TO_SMOOTH = 20
 """Minimum number of points for a smoothed curve."""
 _SOURCE = "Loss of source "
-_OF_SOURCE = re.compile(r"source_\w+_loss")
+_OF_SOURCE = re.compile(r"\w+/loss")
 MOST_MARKS = 1_000
 """Maximum number of marks of each kind. More would overlap on any screen."""
 
@@ -111,7 +111,7 @@ def describe_charts(runs: Sequence[Run], targets: str = "tokens") -> list[JsonRe
         )
     ]
     names = dict.fromkeys(key for run in runs for line in run.train for key in line if _OF_SOURCE.fullmatch(key))
-    kinds[1:1] = [Kind(name, f"{_SOURCE}{name[7:-5]}", name, scale="log if wide") for name in names]
+    kinds[1:1] = [Kind(name, f"{_SOURCE}{name[:-5]}", name, scale="log if wide") for name in names]
     kinds += [
         Kind(f"eval_{metric}", metric_label(metric), metric, noisy=False, group="evaluation")
         for metric in metrics_with_curves(runs)

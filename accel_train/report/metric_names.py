@@ -50,4 +50,6 @@ def metrics_with_curves(runs: Sequence[Run]) -> list[str]:
                     again = first_step.setdefault(name, line["step"]) != line["step"]
                     found[name] = found.get(name, False) or again
     names = [name for name, is_curve in found.items() if is_curve and name not in unusable]
-    return [name for name in names if not is_variant(name, names) and not follows_from_loss(name)][:MAX_CURVES]
+    names = [name for name in names if not is_variant(name, names) and not follows_from_loss(name)]
+    shown = [*dict.fromkeys(name.rpartition("/")[2] for name in names)][:MAX_CURVES]
+    return [name for name in names if name.rpartition("/")[2] in shown]

@@ -15,13 +15,13 @@ from accel_train.core.format import did_you_mean, format_count
 from accel_train.core.json_io import plain_metrics
 from accel_train.core.state import JsonRecord
 from accel_train.core.work import working
-from accel_train.engine.evaluation import EvaluationLeft, EvaluationReader, evaluate
+from accel_train.engine.evaluation import EvaluationLeft, EvaluationReader, evaluate, evaluate_sets
 from accel_train.engine.run import RunContext
 from accel_train.metrics.baselines import is_number
 from accel_train.parallel.dims import parallel_dims
 from accel_train.recipe.evaluate import Evaluate
 from accel_train.runtime.process_group import on_main
-from accel_train.task import Training
+from accel_train.task import Scores, Training
 
 NUM_SAMPLES = 8
 """Evaluated before the first step, to learn which metrics there are."""
@@ -42,8 +42,8 @@ def evaluate_run(run: RunContext, *, at_end: bool = False, final: bool = False) 
     state, section, own = run.state, run.plan.recipe.evaluate, run.plan.extensions.evaluate
     try:
         with run.observer.pause("evaluation"), run.memory.phase("evaluate"), run.strategy.averaged():
-            metrics, details = (dict(own()), {}) if own is not None else _task_scores(run, final)
-            metrics = plain_metrics(metrics)
+            found = Scores(dict(own())) if own is not None else _task_scores(run, final)
+            metrics = plain_metrics(found.metrics)
     except EvaluationLeft:
         state.evaluation_owed = True
         return False
@@ -52,7 +52,7 @@ def evaluate_run(run: RunContext, *, at_end: bool = False, final: bool = False) 
     run.observer.on_evaluation(state.step, timed, "eval_final" if final else "eval")
     measured = {name: value for name, value in metrics.items() if name != "num_targets"}
     run.evaluation.scores = dict(metrics)
-    run.evaluation.details = {"step": state.step, "metrics": measured, "details": details}
+    run.evaluation.details = {"step": state.step, "metrics": measured, "details": found.details}
     check_reported(section, metrics)
     value = number_of(section, metrics)
     if final:
@@ -88,7 +88,7 @@ def evaluate_untrained(run: RunContext) -> None:
     began = time.perf_counter()
     try:
         with run.observer.pause("evaluation"), run.memory.phase("evaluate"):
-            metrics = plain_metrics(_task_scores(run, True)[0])
+            metrics = plain_metrics(_task_scores(run, True).metrics)
     except EvaluationLeft:
         return
     # On the samples of the other evaluations, it is the first point of their curve.
@@ -165,7 +165,7 @@ def apply_calibration(run: RunContext, model: nn.Module) -> bool:
     return bool(changed)
 
 
-def _task_scores(run: RunContext, whole: bool) -> tuple[dict[str, float], JsonRecord]:
+def _task_scores(run: RunContext, whole: bool) -> Scores:
     if run.accelerator.num_processes > 1:
         run.statistics.share()
     plan, progress, batch_size = run.plan, run.evaluation, run.sizes.per_device_eval_batch_size
@@ -173,15 +173,15 @@ def _task_scores(run: RunContext, whole: bool) -> tuple[dict[str, float], JsonRe
     alike, replays = run.strategy.meets_in_forward, plan.recipe.precision.has_cuda_graphs
     reader = EvaluationReader(run.accelerator, plan.data, batch_size, plan.reading, max_samples, alike, replays)
     is_over = _reporting(run, reader, progress.chunk_size or batch_size)
-    result = evaluate(reader, run.strategy.inner, chunk_size=progress.chunk_size, is_over=is_over)
+    result, scores = evaluate_sets(
+        plan.task, reader, run.strategy.inner, chunk_size=progress.chunk_size, is_over=is_over
+    )
     if result.chunk_size < (progress.chunk_size or batch_size):
         progress.chunk_size = result.chunk_size
         at_once = format_count(result.chunk_size, "sample")
         message = f"evaluation ran out of memory; this process forwards {at_once} at once from now on"
         run.observer.on_event("out_of_memory", run.state.step, message)
-    with working("computing metrics"):
-        scores = plan.task.score(result.loss, result.totals, plan.data)
-    return {"loss": result.loss, **scores.metrics, "num_targets": result.num_targets}, scores.details
+    return scores
 
 
 def _reporting(run: RunContext, reader: EvaluationReader, chunk_size: int) -> Callable[[], bool]:
@@ -236,7 +236,8 @@ def check_metric_name(run: RunContext) -> None:
     if section.best_metric != "loss" and plan.extensions.evaluate is None and plan.data.eval is not None:
         names = reported_names(run)
         if names is not None:
-            check_reported(section, names)
+            of_sets = [f"{each}/{name}" for each in plan.data.facts.eval_sets for name in names]
+            check_reported(section, [*names, *of_sets])
 
 
 def reported_names(run: RunContext) -> Collection[str] | None:

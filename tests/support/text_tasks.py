@@ -8,6 +8,7 @@ from io import StringIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import yaml
 from torch import Tensor, nn
@@ -213,6 +214,7 @@ def evaluated(task: Any, data: Any, model: nn.Module, batch_size: int) -> tuple[
         name: torch.cat(values).numpy() if name.startswith("rows_") else torch.stack(values).double().sum(0).numpy()
         for name, values in found.items()
     }
+    totals["rows_index"] = np.arange(size)
     loss = float(totals["loss_sum"]) / num_targets
     scores = task.score(loss, totals, data)
     return {"loss": loss, **scores.metrics}, scores.details

@@ -116,10 +116,10 @@ def test_the_loss_of_each_source_is_that_of_its_windows(tmp_path: Path, chunked:
             each = torch.nn.functional.cross_entropy(logits, targets, reduction="none")[targets != -100]
             losses[[*LETTERS][int(np.searchsorted(bounds, sample, side="right"))]].append(each)
         for number, (name, found) in enumerate(losses.items()):
-            assert line[f"source_{name}_loss"] == pytest.approx(float(torch.cat(found).mean()), rel=1e-5)
+            assert line[f"{name}/loss"] == pytest.approx(float(torch.cat(found).mean()), rel=1e-5)
             drawn = order.drawn_before(line["step"])[number]
-            assert line[f"source_{name}_tokens"] == drawn * LENGTH
-            assert line[f"source_{name}_epoch"] == pytest.approx(drawn / sizes_of(recipe)[number], abs=1e-6)
+            assert line[f"{name}/tokens"] == drawn * LENGTH
+            assert line[f"{name}/epoch"] == pytest.approx(drawn / sizes_of(recipe)[number], abs=1e-6)
 
 
 @pytest.mark.slow
@@ -134,14 +134,14 @@ def test_a_mixture_is_the_same_run_on_1_2_3_and_4_processes(tmp_path: Path) -> N
         lines[processes], samples[processes] = metrics(output), samples_by_step(reads, processes, BATCH)[:STEPS]
     order = order_of(recipe)
     assert samples[1] == [order.step_samples(step).tolist() for step in range(STEPS)]
-    keys = ("step_loss", *(f"source_{name}_{what}" for name in LETTERS for what in ("loss", "tokens", "epoch")))
+    keys = ("step_loss", *(f"{name}/{what}" for name in LETTERS for what in ("loss", "tokens", "epoch")))
     for processes in (2, 3, 4):
         assert samples[processes] == samples[1]
         for line, alone in zip(lines[processes], lines[1], strict=True):
             assert {key: line.get(key, 0.0) for key in keys} == pytest.approx(
                 {key: alone.get(key, 0.0) for key in keys}, rel=1e-5
             )
-    assert "source_math_loss" not in lines[1][-1], "it has ended"
+    assert "math/loss" not in lines[1][-1], "it has ended"
 
 
 @pytest.mark.faults
@@ -202,10 +202,10 @@ def test_later_weights_may_change_on_a_resume_and_earlier_ones_may_not(tmp_path:
     train(again)
     after = order_of(again).drawn_before(20)
     assert after[1] > before[1]
-    assert metrics(tmp_path / "run")[-1]["source_code_tokens"] == LENGTH * after[1]
+    assert metrics(tmp_path / "run")[-1]["code/tokens"] == LENGTH * after[1]
     (chart,) = [each for each in describe_charts([load_run(tmp_path / "run")]) if each["name"] == "source_losses"]
     assert [curve["name"] for curve in chart["curves"]] == [*LETTERS]
-    assert chart["curves"][1]["x"] == [line["step"] for line in metrics(tmp_path / "run") if "source_code_loss" in line]
+    assert chart["curves"][1]["x"] == [line["step"] for line in metrics(tmp_path / "run") if "code/loss" in line]
 
 
 def test_the_plan_says_what_each_source_gives_and_when_it_ends(tmp_path: Path) -> None:
@@ -247,8 +247,8 @@ def test_every_task_draws_its_samples_by_the_weights_of_their_files(tmp_path: Pa
     recipe["data"]["train"] = [each | {"name": name} for each, name in zip(sources, ("one", "two"))]
     train(recipe)
     (line,) = [line for line in metrics(Path(recipe["output_dir"])) if line["step"] == 4]
-    tokens = LENGTH if "source_one_tokens" in line else 1
-    drawn = [value / tokens for name, value in line.items() if name.endswith(("_samples", "_tokens"))]
+    tokens = LENGTH if "one/tokens" in line else 1
+    drawn = [value / tokens for name, value in line.items() if name.endswith(("/samples", "/tokens"))]
     assert drawn == ([8, 24] if len(names) > 1 else [32])
 
 
@@ -266,4 +266,4 @@ def test_token_files_are_mixed_where_they_lie_and_need_evaluation_data_of_their_
     assert {*windows[640].tolist()} == {66}
     assert not [*Path(recipe["data"]["cache_dir"]).rglob("*.bin")]
     train(recipe)
-    assert [metrics(tmp_path / "run")[-1][f"source_{name}_tokens"] for name in sizes] == [36 * LENGTH, 12 * LENGTH]
+    assert [metrics(tmp_path / "run")[-1][f"{name}/tokens"] for name in sizes] == [36 * LENGTH, 12 * LENGTH]

@@ -1,5 +1,6 @@
 """Split a recipe's images into training and evaluation, and encode classification labels."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from accel_train.data.images.images import (
 from accel_train.data.labels import IGNORED_LABEL
 from accel_train.data.parts import Part, folders_beside, folders_of_parts, part_of
 from accel_train.data.samples import held_out_units
-from accel_train.recipe.data import ClassData, Data
+from accel_train.recipe.data import ClassData, Data, listed
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,8 @@ class ImageSets:
     """Id of each class in the COCO file that the evaluation images come from. None in other formats."""
     box_format: str | None = None
     """Order of the numbers of boxes in a table, if their values decided it."""
+    eval_counts: Sequence[int] = ()
+    """Number of images of each evaluation set. Empty if the images' files tell."""
 
     @property
     def identity(self) -> str:
@@ -143,8 +146,7 @@ def eval_beside_train(data: Data) -> tuple[tuple[str, ...], tuple[str, ...] | No
     In a folder with parts, these are the training part and the evaluation part. The test part is left alone: selecting
     the best weights on it would invalidate it.
     """
-    train = data.train_names
-    held = (data.eval,) if isinstance(data.eval, str) else data.eval
+    train, held = listed(data.train), None if data.eval is None else listed(data.eval)
     root = Path(train[0]).expanduser() if len(train) == 1 else None
     if root is None or not root.is_dir():
         return train, held, ()

@@ -1,9 +1,10 @@
 """Resolve a name in `data.train` or `data.eval` to images with labels or masks as stored."""
 
 import glob
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from accel_train.core.format import format_count
 from accel_train.data.builtin.digit_scenes import LABEL_NAMES, digit_scenes, digits
@@ -14,17 +15,16 @@ from accel_train.data.images.pairs import LISTED_SUFFIXES, listed_pool, pair_of_
 from accel_train.data.images.tables import ARRAY_SUFFIXES, array_pool, table_pool
 from accel_train.data.sources import resolve_sources
 from accel_train.data.tables import Unlabelled, refuse_parts_of
-from accel_train.recipe.data import ImageData
+from accel_train.recipe.data import ImageData, listed
 
 
-def read_pools(names: str | Iterable[str], data: ImageData, key: str, target: Target) -> ImagePool:
+def read_pools(names: Any, data: ImageData, key: str, target: Target) -> ImagePool:
     """Return one pool with all images that `key` (`data.train` or `data.eval`) names, with their labels or masks.
 
     Raises:
         ValueError: a source is missing or of an unknown kind, or a row is broken; the message names it.
     """
-    names = (names,) if isinstance(names, str) else names
-    pools = [pool for name in names for pool in _read_pool(name, data, key, target)]
+    pools = [pool for name in listed(names) for pool in _read_pool(name, data, key, target)]
     if not pools:
         known = f"with images/ and masks/, a table, an array, or {DIGIT_SCENES}"
         known = known if target.is_mask else "with images, a table, an array, or digits"

@@ -65,6 +65,7 @@ class Corpus(Generic[Samples]):
 
     train: Samples
     eval: Samples | None
+    """Evaluation data. Named sets are parts of it (`parts_of`)."""
     tokenizer: Any
     """A `PreTrainedTokenizerBase`. None: ids without a tokenizer."""
     vocab_size: int
@@ -171,6 +172,7 @@ def _contents(inputs: Inputs, root: Path, sampled: bool = False) -> JsonRecord:
         "eval_fraction": None if inputs.eval else data.eval_fraction,
         **({"by_source": True} if data.mixture else {}),
         **({"split_seed": data.split_seed} if data.split_seed and not inputs.eval else {}),
+        **({"eval_sets": [*map(len, data.by_set(inputs.eval))]} if data.eval_sets else {}),
         # Text that is shown to a trained model has other notes.
         **({} if data.is_for_training else {"shown": True}),
         **{name: getattr(data, name) for name in _READING},
@@ -240,23 +242,26 @@ def _open(
     if isinstance(tokenizer, TrainedTokenizer):
         tokenizer = prepare_tokenizer(load_tokenizer(str(folder / "tokenizer"), trust_remote_code=False))
 
-    def windows(side: str, sources: Sequence[Source], start: int, number: int) -> WindowDataset:
+    def windows(side: str, sources: Sequence[Source], start: int, number: int, ends: Sequence[int]) -> Windows:
         if holds_tokens(sources):
             tokens = replace(read_layouts(files_of(sources)).cut(start, start + number), remedy=f"; {OTHER_TOKENIZER}")
         else:
             tokens = TokenStream.of(folder / f"{side}.bin", np.dtype(meta["dtype"]), number)
-        return WindowDataset(
+        found = WindowDataset(
             tokens,
             sequence_length=length,
             vocab_size=tokenizer.vocab_size,
             marks_documents=getattr(recipe.data, "mask_documents", False) and tokens.documents is not None,
         )
+        return by_source(found, ends) if ends else found
 
-    stream = windows("train", inputs.train, 0, num_tokens)
-    train = by_source(stream, meta["source_ends"]) if inputs.data.mixture else stream
-    held_out = windows("eval", inputs.eval or inputs.train, 0 if inputs.eval else num_tokens, num_held_out)
+    if inputs.data.eval_sets:
+        facts.eval_sets = dict(zip(inputs.data.eval_sets, meta["eval_sets"]))
+    sizes = [each["eval_tokens"] for each in facts.eval_sets.values()]
+    held_start, held_sources = 0 if inputs.eval else num_tokens, inputs.eval or inputs.train
+    held_out = windows("eval", held_sources, held_start, num_held_out, list(accumulate(sizes)))
     return Corpus(
-        train=train,
+        train=windows("train", inputs.train, 0, num_tokens, meta.get("source_ends", ())),
         eval=held_out if num_held_out > 1 else None,
         tokenizer=tokenizer.tokenizer,
         vocab_size=tokenizer.vocab_size,
@@ -338,11 +343,16 @@ def build_shards(folder: Path, inputs: Inputs) -> tuple[TextTokenizer, JsonRecor
             for sources in [[each] for each in inputs.train] if inputs.data.mixture else [inputs.train]:
                 _tokenise(sources, split, inputs, tokenizer, (written[0], written[-1]), counts)
                 ends.append(written[0].num_tokens)
+        sets = []
+        for named in inputs.data.by_set(inputs.eval):
+            num_tokens, num_bytes = held_out.num_tokens, counts.eval_bytes
+            if named and train.num_tokens and not holds_tokens(named):
+                _tokenise(named, Split(eval_fraction=1.0), inputs, tokenizer, (written[-1], written[-1]), counts)
+            size = read_layouts(files_of(named)).num_tokens if holds_tokens(named) else held_out.num_tokens - num_tokens
+            sets.append({"eval_tokens": size, "eval_bytes": counts.eval_bytes - num_bytes})
         if holds_tokens(inputs.eval):
             stream = read_layouts(files_of(inputs.eval))
             held_out = count_tokens(stream, 0, stream.num_tokens, tokenizer, sampled)
-        elif inputs.eval and train.num_tokens:
-            _tokenise(inputs.eval, Split(eval_fraction=1.0), inputs, tokenizer, (written[-1], written[-1]), counts)
         for key, sources, shard in ((inputs.data.train_key, inputs.train, train), ("data.eval", inputs.eval, held_out)):
             if sources and not shard.num_tokens:
                 raise ValueError(f"{key} holds no documents: {describe(sources)}; every file or row is empty")
@@ -352,6 +362,7 @@ def build_shards(folder: Path, inputs: Inputs) -> tuple[TextTokenizer, JsonRecor
         "separator_id": tokenizer.separator_id,
         "vocab_size": tokenizer.vocab_size,
         "tokenizer_digest": tokenizer.digest,
+        "eval_sets": sets,
         "facts": _corpus_facts(inputs, tokenizer.separator_id, train, held_out, counts).record(),
     }
 
@@ -468,8 +479,8 @@ def _corpus_facts(inputs: Inputs, separator_id: int, train_shard: Tally, eval_sh
     unigram = None
     if eval_is_text and eval_shard.num_tokens > 1 and not _are_sampled(inputs):
         targets = eval_shard.token_counts.copy()
-        # The first token of the stream is not a target for a model either.
-        targets[separator_id] -= 1
+        # The first token of each set is not a target for a model either.
+        targets[separator_id] -= len(inputs.data.by_set(inputs.eval))
         with_one_added = train_shard.token_counts + 1
         unigram = float(-(targets * np.log2(with_one_added / with_one_added.sum())).sum()) / counts.eval_bytes
     text = bytes(counts.eval_start)

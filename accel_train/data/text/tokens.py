@@ -295,6 +295,16 @@ def samples_of(windows: Windows) -> tuple[range, ...]:
     return tuple(range(start, end) for start, end in pairwise([0, *windows.cumulative_sizes]))
 
 
+def joined(sets: Sequence[Any]) -> Any:
+    """Return sets of samples as one, with a part for each. One set is itself, and None is for no set."""
+    return ConcatDataset(sets) if len(sets) > 1 else next(iter(sets), None)
+
+
+def parts_of(samples: Any) -> Sequence[Any]:
+    """Return the sets that `joined` has joined."""
+    return [] if samples is None else getattr(samples, "datasets", [samples])
+
+
 def collate_windows(
     rows: NDArray[np.int64] | Sequence[NDArray[np.int64]],
     *,

@@ -15,6 +15,7 @@ from accel_train.data.tables import Row, check_text, column_names, read_rows, re
 from accel_train.data.text.corpus import Corpus
 from accel_train.data.text.documents import divide_rows
 from accel_train.data.text.tokenizers import prepare_tokenizer, pretrained_tokenizer, train_bpe
+from accel_train.data.text.tokens import Tokens, joined
 from accel_train.recipe.data import Data, TrainedTokenizer
 from accel_train.recipe.schema import Recipe
 from accel_train.task import Facts
@@ -46,9 +47,10 @@ def prepare_rows(recipe: Recipe, *, progress: bool) -> RowCorpus:
     unread = [name for name in column_names(sources[0], data) if name in _MEANINGFUL and name not in columns_of(data)]
     notes += [f"{data.train_key}: columns that are not read: {', '.join(unread)}"] if unread else []
     if eval_sources:
-        held_out = _read(eval_sources, data, "data.eval", progress)
+        held_out = [_read(each, data, "data.eval", progress) for each in data.by_set(eval_sources)]
     else:
-        rows, held_out = _hold_out(rows, data, notes)
+        rows, others = _hold_out(rows, data, notes)
+        held_out = [others]
     spec = recipe.tokenizer_in_use
     if isinstance(spec, TrainedTokenizer):
         tokenizer = prepare_tokenizer(train_bpe(texts_of(rows), spec.train_bpe.vocab_size))
@@ -59,7 +61,8 @@ def prepare_rows(recipe: Recipe, *, progress: bool) -> RowCorpus:
         tokenizer, data, warnings
     )
     train = _encode(rows, encode, data.train_key, data.sequence_length, notes, progress)
-    evaluation = _encode(held_out, encode, "data.eval", data.sequence_length, notes, progress)
+    sets = [_encode(each, encode, "data.eval", data.sequence_length, notes, progress) for each in held_out]
+    evaluated = np.concatenate([each.targets for each in sets])
     if not len(train):
         raise ValueError(
             f"no training row keeps a target: all {len(rows):,} are longer than data.sequence_length="
@@ -67,19 +70,19 @@ def prepare_rows(recipe: Recipe, *, progress: bool) -> RowCorpus:
         )
     return Corpus(
         train=train,
-        eval=evaluation if len(evaluation) else None,
+        eval=joined(sets) if len(evaluated) else None,
         tokenizer=tokenizer.tokenizer,
         vocab_size=tokenizer.vocab_size,
         separator_id=tokenizer.separator_id,
-        fingerprint=_fingerprint(train, evaluation),
+        fingerprint=_fingerprint(train, *sets),
         facts=Facts(
             sources=describe(sources, eval_sources),
             train_targets=len(train.targets),
-            unigram_perplexity=_unigram_perplexity(train, evaluation, tokenizer.vocab_size),
+            unigram_perplexity=_unigram_perplexity(train.targets, evaluated, tokenizer.vocab_size),
             others={
                 "num_train_rows": len(train),
-                "num_eval_rows": len(evaluation),
-                "eval_targets": len(evaluation.targets),
+                "num_eval_rows": sum(map(len, sets)),
+                "eval_targets": len(evaluated),
             },
             notes=[*notes, *(said.format(first=at[0], count=f"{len(at):,}") for said, at in warnings.items())],
         ),
@@ -239,12 +242,12 @@ def _fingerprint(*sides: TokenRows) -> str:
     return digest.hexdigest()
 
 
-def _unigram_perplexity(train: TokenRows, evaluation: TokenRows, vocab_size: int) -> float | None:
+def _unigram_perplexity(train: Tokens, evaluation: Tokens, vocab_size: int) -> float | None:
     """Return the perplexity of the evaluation targets under add-one unigram frequencies of the training targets."""
     if not len(evaluation):
         return None
-    counts = np.bincount(train.targets, minlength=vocab_size) + 1
-    return float(np.exp(-np.log(counts / counts.sum())[evaluation.targets].mean()))
+    counts = np.bincount(train, minlength=vocab_size) + 1
+    return float(np.exp(-np.log(counts / counts.sum())[evaluation].mean()))
 
 
 def read_calls(value: Any, at: str, data: Data) -> list[JsonRecord]:

@@ -14,7 +14,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig
 from accel_train.core.format import format_count
 from accel_train.core.state import Choice
 from accel_train.data.labels import IGNORED_LABEL
-from accel_train.data.text.tokens import document_lengths
+from accel_train.data.text.tokens import document_lengths, joined, parts_of
 from accel_train.model.kernels.attention import CAUSAL_SDPA, choose_attention
 from accel_train.recipe.schema import Recipe
 from accel_train.task import Collated, TaskData
@@ -160,7 +160,7 @@ def rows_as_samples(recipe: Recipe, corpus: "RowCorpus", config: PreTrainedConfi
         rows_of = pack(rows.lengths, length) if packed.value else list(np.arange(len(rows))[:, None])
         return PackedRows(rows, rows_of, sequence_length=length, padding_id=corpus.separator_id)
 
-    train, held_out = windows(corpus.train), None if corpus.eval is None else windows(corpus.eval)
+    train, held_out = windows(corpus.train), joined([*map(windows, parts_of(corpus.eval))])
     multiple = None if packed.value else data.pad_to_multiple_of
     num_positions = len(train) * length if packed.value else int(train.rows.lengths.sum())
     note = f"each row is a separate sample, padded: {packed.reason}"

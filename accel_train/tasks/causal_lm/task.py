@@ -276,7 +276,8 @@ class CausalLM(Task):
         scores = {"perplexity": perplexity(loss)}
         facts = data.facts
         if facts.eval_bytes and facts.eval_tokens:
-            scores["bits_per_byte"] = loss / math.log(2) * (facts.eval_tokens - 1) / facts.eval_bytes
+            num_targets = facts.eval_tokens - max(1, len(facts.eval_sets))
+            scores["bits_per_byte"] = loss / math.log(2) * num_targets / facts.eval_bytes
         if "num_hits" in totals:
             scores["token_accuracy"] = token_accuracy(totals)
         return Scores(scores)

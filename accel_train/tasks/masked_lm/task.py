@@ -22,7 +22,7 @@ from accel_train.core.model_card import FOLDER, Use
 from accel_train.data.labels import IGNORED_LABEL
 from accel_train.data.text.corpus import prepare_text
 from accel_train.data.text.tokenizers import vocab_size_of
-from accel_train.data.text.tokens import samples_of
+from accel_train.data.text.tokens import joined, parts_of, samples_of
 from accel_train.metrics.scores import perplexity
 from accel_train.model.kernels.chunked_loss import summed_loss
 from accel_train.recipe.data import TrainedTokenizer
@@ -85,11 +85,8 @@ class MaskedLM(Task):
         text = prepare_text(recipe, progress=progress)
         tokenizer, notes = _with_mask(recipe, text.tokenizer)
         source = self._source(recipe, tokenizer, text.separator_id, [])
-        train, evaluation = (
-            None if windows is None else MaskedWindows(windows, source.masking, self.length)
-            for windows in (text.train, text.eval)
-        )
-        assert train is not None
+        train, *sets = (MaskedWindows(each, source.masking, self.length) for each in (text.train, *parts_of(text.eval)))
+        evaluation = joined(sets)
         # Baselines of causal models do not compare.
         without = {"unigram_bits_per_byte", "xz_bits_per_byte"}
         facts = Facts(**text.facts.model_dump(exclude_unset=True, exclude=without))

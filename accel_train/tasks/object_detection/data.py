@@ -32,7 +32,7 @@ from accel_train.data.images.preprocessing import Preprocessing, height_width
 from accel_train.data.labels import IGNORED_LABEL
 from accel_train.data.sources import is_there
 from accel_train.data.text.padding import padded
-from accel_train.recipe.data import Augment
+from accel_train.recipe.data import Augment, listed
 from accel_train.task import Collated
 from accel_train.tasks.object_detection.config import ObjectDetectionData
 
@@ -61,10 +61,10 @@ def read_boxed_images(data: ObjectDetectionData, known_names: tuple[str, ...] | 
             raise ValueError("data.annotations=null is for images to predict; then data.label_names says the classes")
         return _to_predict(data, data.label_names or known_names or ())
     train, held, notes = _parts(data)
-    sources, others = (
-        [each for _, found, part, images in side for each in read_annotated(found, part, data, images)]
-        for side in (train, held or ())
-    )
+    by_name = [
+        [read_annotated(found, part, data, images) for _, found, part, images in side] for side in (train, held or ())
+    ]
+    sources, others = ([each for named in side for each in named] for side in by_name)
     names, further_notes = _class_names(sources, data, known_names)
     key = "data.label_names" if data.label_names else f"{data.train_key} ({', '.join(names[:10])})"
     sides = [[with_names(each, names, key) for each in side] for side in (sources, others) if side]
@@ -73,7 +73,13 @@ def read_boxed_images(data: ObjectDetectionData, known_names: tuple[str, ...] | 
     orders = sorted({each.order for each in (*sources, *others) if each.is_by_values})
     if len(orders) > 1:
         raise ValueError(f"{data.train_key}: its tables have boxes of several orders ({', '.join(orders)}); write one")
-    sets = replace(sets, category_ids=_category_ids([*others, *sources], names), box_format=next(iter(orders), None))
+    sets = replace(
+        sets,
+        category_ids=_category_ids([*others, *sources], names),
+        box_format=next(iter(orders), None),
+        # Images of COCO lie anywhere, so their files do not tell their set.
+        eval_counts=[sum(len(each.images) for named in of_set for each in named) for of_set in data.by_set(by_name[1])],
+    )
     return sets.named(names, (*notes, *further_notes, *dropped, *_untrained_classes(sets, names, data)))
 
 
@@ -114,7 +120,7 @@ def _category_ids(sources: Sequence[Annotated], names: tuple[str, ...]) -> tuple
 
 
 def _scenes(data: ObjectDetectionData) -> ImageSets:
-    if data.eval not in (None, DIGIT_SCENES, (DIGIT_SCENES,)):
+    if {*listed(data.eval)} - {DIGIT_SCENES}:
         raise ValueError(f"data.eval={data.eval}: {DIGIT_SCENES} has scenes to evaluate on. Leave data.eval out")
     held = boxed_scenes_pool(held_out=True)
     pool = boxed_scenes_pool(held_out=False) if data.is_for_training else held
@@ -128,13 +134,12 @@ def _parts(data: ObjectDetectionData) -> tuple[list[_Part], list[_Part] | None, 
 
     None: the evaluation images are split off. An empty list: a trained model is shown the same images.
     """
-    held_names = (data.eval,) if isinstance(data.eval, str) else data.eval
     annotations = data.annotations if data.is_for_training else None
-    train = [_part(name, annotations or "auto", data.train_key, data) for name in data.train_names]
+    train = [_part(name, annotations or "auto", data.train_key, data) for name in listed(data.train)]
     if not data.is_for_training:
         return train, [], ()
-    if held_names is not None:
-        held = [_part(name, data.eval_annotations or "auto", "data.eval", data) for name in held_names]
+    if data.eval is not None:
+        held = [_part(name, data.eval_annotations or "auto", "data.eval", data) for name in listed(data.eval)]
         return train, held, ()
     (first, *more) = train
     tests = [part.found.test for part in train if part.found.test is not None]

@@ -157,8 +157,7 @@ print(found["labels"], found["scores"], found["boxes"])"""
     def score(self, loss: float, totals: Totals, data: TaskData) -> Scores:
         """Return mAP over IoU thresholds of 0.5 to 0.95, mAP at 0.5 and 0.75, and AP by class."""
         rows: ImageRows = data.source.sets.eval
-        # An evaluation of `evaluate.max_samples` images spreads them evenly.
-        truth = [rows.boxes_of(index) for index in evenly_spaced(len(rows), len(totals["rows_boxes"]))]
+        truth = [rows.boxes_of(index) for index in totals["rows_index"]]
         found = [
             _detection(row, each.width, each.height) for row, each in zip(totals["rows_boxes"], truth, strict=True)
         ]

@@ -18,7 +18,6 @@ from accel_train.recipe.schema import Recipe
 from accel_train.task import Batch, Columns, Facts, Scores, TaskData, Tensors, Totals
 from accel_train.tasks.common import text_models as models
 from accel_train.tasks.common.encoder import EncoderTask
-from accel_train.tasks.common.generation import spaced
 from accel_train.tasks.common.texts import Divided
 from accel_train.tasks.question_answering import data as questions
 from accel_train.tasks.question_answering.answers import Best, best_spans, overlap_answers, position_loss_sum, ranked
@@ -172,8 +171,7 @@ class QuestionAnswering(EncoderTask):
         """Return SQuAD's exact match and F1, with no-answer metrics if questions may be unanswered."""
         source: Source = data.source
         rows = {name.removeprefix("rows_"): value for name, value in totals.items() if name.startswith("rows_")}
-        # evaluate.max_samples selects questions at even spacing, in the order in which the evaluation reads them.
-        asked = [source.evaluated[index] for index in spaced(len(rows["null"]), len(source.evaluated))]
+        asked = [source.evaluated[index] for index in rows["index"]]
         best = [ranked(question, rows, row)[0] for row, question in enumerate(asked)]
         wanted = [question.wanted for question in asked]
         metrics = answer_scores(

@@ -22,7 +22,6 @@ from accel_train.recipe.schema import Recipe
 from accel_train.task import Batch, Columns, Facts, Scores, TaskData, Tensors, Totals
 from accel_train.tasks.common import text_models as models
 from accel_train.tasks.common.encoder import EncoderTask, cut_note
-from accel_train.tasks.common.generation import spaced
 from accel_train.tasks.common.texts import Divided, characters_as_words
 from accel_train.tasks.rows import TextSource, decimals, digest_of_sides
 from accel_train.tasks.sentence_embedding import data as rows_of
@@ -153,8 +152,7 @@ class SentenceEmbedding(EncoderTask):
             return Scores(correlations((unit[:, 0] * unit[:, 1]).sum(-1), totals["rows_scores"]))
         texts, rows = totals["rows_texts"], data.source.rows.eval
         metrics = retrieval(texts, lambda rows, others: unit[rows, 0] @ unit[others, 1].T)
-        # An evaluation of `evaluate.max_samples` rows spreads them evenly.
-        evaluated = [rows[index].texts for index in spaced(len(texts), len(rows))]
+        evaluated = [rows[index].texts for index in totals["rows_index"]]
         found = nearest_texts(texts, unit, evaluated, self.num_queries)
         return Scores(metrics, {"retrieval": {"queries": found}} if found else {})
 

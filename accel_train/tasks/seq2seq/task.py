@@ -161,9 +161,9 @@ class Seq2Seq(Task):
         """Return perplexity and token accuracy, with BLEU, chrF, ROUGE, and exact match of generated texts."""
         source: Source = data.source
         metrics = {"perplexity": perplexity(loss), "token_accuracy": token_accuracy(totals)}
-        if "rows_number" not in totals:
+        chosen = totals.get("rows_number", np.array(())) >= 0
+        if not chosen.any():
             return Scores(metrics)
-        chosen = totals["rows_number"] >= 0
         rows = [source.evaluated[number] for number in totals["rows_number"][chosen]]
         texts = decoded(totals["rows_generated"][chosen], source.tokenizer)
         shown = [

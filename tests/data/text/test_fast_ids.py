@@ -4,6 +4,7 @@ import json
 import random
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -227,7 +228,7 @@ def test_a_corpus_has_the_same_tokens_and_the_same_cache_with_tiktoken(
     ]
     write_file("a.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
     monkeypatch.setattr(corpus, "_BATCH_CHARACTERS", 9_000)
-    monkeypatch.setattr(corpus, "_CHUNK_CHARACTERS", 4_000)
+    monkeypatch.setattr(corpus, "cut_text", partial(cut_text, limit=4_000))
     found = []
     for batches in (10**9, 2):
         monkeypatch.setattr(fast_ids, "_BATCHES_BEFORE_CHOICE", batches)
