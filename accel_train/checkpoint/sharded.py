@@ -266,10 +266,8 @@ class CheckpointReader:
         wanted: dict[str, list[tuple[str, Slices, Tensor]]] = {}
         with _readable(self._folder), torch.no_grad():
             for name, target in targets.items():
-                stored, tensor = self._prefix + name, target.detach()
-                whole = tuple(slice(0, size) for size in tensor.shape)
-                for there, here in cuts_of(tensor) if isinstance(tensor, DTensor) else [(whole, whole)]:
-                    part = local_part(tensor)[here]
+                stored = self._prefix + name
+                for there, part in parts_here(target.detach()):
                     for file, within, into in self._index.find(stored, there):
                         wanted.setdefault(file, []).append((stored, within, part[into]))
             for file, parts in wanted.items():
@@ -289,8 +287,11 @@ def _readable(path: Path) -> Iterator[None]:
         raise CheckpointError(f"{path} cannot be read ({error})") from error
 
 
-def cuts_of(tensor: DTensor) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
-    """Yield the parts of a sharded tensor on this process: where they lie in the whole tensor, and in `to_local()`."""
+def parts_here(tensor: Tensor) -> Iterator[tuple[Slices, Tensor]]:
+    """Yield the parts of a tensor on this process: where they lie in the whole tensor, and views of their memory."""
+    if not isinstance(tensor, DTensor):
+        yield tuple(slice(0, size) for size in tensor.shape), tensor
+        return
     whole = ChunkStorageMetadata(torch.Size([0] * tensor.dim()), tensor.shape)
     stored = TensorStorageMetadata(TensorProperties(tensor.dtype), tensor.shape, [whole])
     for item in create_default_local_load_plan({"": tensor}, Metadata({"": stored})).items:
@@ -298,4 +299,4 @@ def cuts_of(tensor: DTensor) -> Iterator[tuple[tuple[slice, ...], tuple[slice, .
             tuple(slice(start, start + length) for start, length in zip(offsets, item.lengths, strict=True))
             for offsets in (item.storage_offsets, item.dest_offsets)
         )
-        yield there, here
+        yield there, tensor.to_local()[here]

@@ -11,13 +11,12 @@ import torch
 import torch.distributed as dist
 from accelerate import PartialState
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from accel_train.checkpoint.contents import check_fit, model_shapes
-from accel_train.checkpoint.sharded import CheckpointReader, cuts_of
+from accel_train.checkpoint.sharded import CheckpointReader, parts_here
 from accel_train.core.work import beat
-from accel_train.model.tensors import FileTensor, Tensors, load_extra_state, local_part, plain_tensors, replace_values
+from accel_train.model.tensors import FileTensor, Tensors, load_extra_state, plain_tensors, replace_values
 from accel_train.parallel.initial import Drawn
 
 READING_THREADS = 4
@@ -104,12 +103,8 @@ def fill(targets: Mapping[str, Tensor], sources: Mapping[str, Source]) -> None:
     """
 
     def read(name: str) -> None:
-        target, source = targets[name].detach(), sources[name]
-        if not isinstance(target, DTensor):
-            source.copy_to(target)
-            return
-        for there, here in cuts_of(target):
-            source.copy_to(local_part(target)[here], there)
+        for cut, part in parts_here(targets[name].detach()):
+            sources[name].copy_to(part, cut)
 
     with ThreadPoolExecutor(READING_THREADS, thread_name_prefix="reading") as pool:
         list(pool.map(read, sources))
@@ -128,9 +123,8 @@ def fill_from_main(targets: Mapping[str, Tensor], sources: Mapping[str, Source],
             source.copy_to(whole)
         dist.broadcast(whole, 0)
         beat()
-        target = targets[name].detach()
-        for there, here in cuts_of(target) if isinstance(target, DTensor) else [((), ())]:
-            local_part(target)[here].copy_(whole[there])
+        for cut, part in parts_here(targets[name].detach()):
+            part.copy_(whole[cut])
 
 
 def filled(model: nn.Module, weights: Tensors, buffers: Mapping[str, Tensor], *, keeps_types: bool) -> nn.Module | None:

@@ -67,16 +67,15 @@ class Reduction:
 
     def note(self, bucket: dist.GradBucket) -> None:
         """Record the sum and size of a bucket before it is reduced."""
-        gradients = bucket.buffer()
-        if bucket.index() == 0:
+        gradients, number = bucket.buffer(), bucket.index()
+        if number == 0:
             self.sums = []
         self.sums.append(gradients.sum())
-        if bucket.index() == len(self._layout):
-            self._layout.append((0, gradients.dtype))
-        self._layout[bucket.index()] = (gradients.numel(), gradients.dtype)
+        # Replaces the size of the step before, or adds one.
+        self._layout[number : number + 1] = [(gradients.numel(), gradients.dtype)]
         self.is_complete = bucket.is_last()
-        if bucket.is_last():
-            del self._layout[bucket.index() + 1 :]
+        if self.is_complete:
+            del self._layout[number + 1 :]
 
 
 def _first(done: "torch.futures.Future[list[Tensor]]") -> Tensor:

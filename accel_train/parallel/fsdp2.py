@@ -2,6 +2,7 @@
 
 import logging
 import warnings
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -252,11 +253,12 @@ class Fsdp2(Strategy):
 
     def snapshot(self) -> Snapshot:
         """* Copy this process's shards. The files of all processes make up the checkpoint."""
-        weights = model_tensors(self.inner.model, self.inner.base)
-        tensors = {f"model/{name}": tensor for name, tensor in weights.items()}
-        tensors |= {f"optimizer/{name}": tensor for name, tensor in optimizer_tensors(self.optimizer).items()}
-        if self.average is not None:
-            tensors |= {f"average/{name}": tensor for name, tensor in self.average.tensors().items()}
+        parts = {
+            "model": model_tensors(self.inner.model, self.inner.base),
+            "optimizer": optimizer_tensors(self.optimizer),
+            "average": {} if self.average is None else self.average.tensors(),
+        }
+        tensors = {f"{kind}/{name}": each for kind, part in parts.items() for name, each in part.items()}
         return Snapshot({}, ShardWriter(tensors, self._saving_group, self._known_plan))
 
 
@@ -288,7 +290,7 @@ class GradientWatch:
         self.lacking: set[str] = set()
         """Names of weights that had no gradient in some micro-batch of this process."""
         self._used: set[str] = set()
-        self._idle: dict[str, int] = {}
+        self._idle = Counter[str]()
 
     def _complete(self, weights: Sequence[tuple[nn.Parameter, nn.Parameter | None]]) -> None:
         """Fill in the missing gradients of a group. `weights` are its trained weights as (sharded, gathered) pairs."""
@@ -307,8 +309,7 @@ class GradientWatch:
                 if name in lacking and gathered is not None:
                     gathered.grad = torch.zeros_like(gathered)
         elif named:
-            first = named[0][0]
-            self._idle[first] = self._idle.get(first, 0) + 1
+            self._idle[named[0][0]] += 1
 
     def settle(self, hosts: dist.ProcessGroup) -> None:
         """* Remove the gradients of weights that took part on no process, so that these get no update.
@@ -320,18 +321,16 @@ class GradientWatch:
             RecipeError: on all processes: a group took part on some of them only, but FSDP2 gathers it on all.
         """
         names = list(self._parameters)
-        used, idle = ([int(name in self._used) for name in names], [self._idle.get(name, 0) for name in names])
+        used, idle = [int(name in self._used) for name in names], [self._idle[name] for name in names]
         # Send the largest and the (negated) smallest counts in one collective.
         packed = torch.tensor([used, idle, [-count for count in idle]], dtype=torch.int32)
         dist.all_reduce(packed, op=dist.ReduceOp.MAX, group=hosts)
-        taking_part, most, fewest = packed.tolist()
-        for name, largest, smallest in zip(names, most, fewest, strict=True):
-            if largest != -smallest:
+        for name, is_used, most, fewest in zip(names, *packed.tolist(), strict=True):
+            if most != -fewest:
                 raise RecipeError(
                     f"the loss uses the module with {name} on some processes only, but fsdp2 gathers it on all at "
                     "once. Compute the module on all processes in each micro-batch, or use parallel.strategy ddp"
                 )
-        for name, is_used in zip(names, taking_part, strict=True):
             if not is_used:
                 self._parameters[name].grad = None
 
@@ -390,7 +389,7 @@ def shard_model(
     files of `unread`.
     """
     tied, is_empty = tied_names(inner), any(parameter.is_meta for parameter in inner.parameters())
-    split = None
+    split = ""
     if parallel_dims(accelerator).tp_size > 1:
         if not is_empty:
             inner.to(accelerator.device)
@@ -411,8 +410,7 @@ def shard_model(
         if accelerator.device.type == "cpu":
             mixed.narrow_for_norms(inner)
     begun = "" if is_empty else "every process started with the whole model, because it cannot be built empty"
-    said = [wrapped.reason, "" if split is None else split.reason, begun]
-    return Choice(wrapped.value, "; ".join(each for each in said if each))
+    return Choice(wrapped.value, "; ".join(filter(None, (wrapped.reason, split, begun))))
 
 
 def _wrap_blocks(accelerator: Accelerator, inner: TrainingModule) -> Choice[str]:

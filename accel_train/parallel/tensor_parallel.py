@@ -16,7 +16,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from accel_train.core.errors import setting_error
-from accel_train.core.state import Choice
 from accel_train.data.batch_sizes import divisors
 from accel_train.model.pretrained import value_of
 
@@ -128,8 +127,8 @@ def tie(module: nn.Module, tied: Sequence[Sequence[str]]) -> None:
             setattr(module.get_submodule(path), leaf, module.get_parameter(first))
 
 
-def split_layers(model: nn.Module, mesh: DeviceMesh) -> Choice[str]:
-    """Split a model in place over the processes of a 1-D mesh.
+def split_layers(model: nn.Module, mesh: DeviceMesh) -> str:
+    """Split a model in place over the processes of a 1-D mesh; return how many weights are split, in words.
 
     All processes must hold the same weights, or weights on the meta device.
 
@@ -148,10 +147,7 @@ def split_layers(model: nn.Module, mesh: DeviceMesh) -> Choice[str]:
         _show_plain(module, whole, summed)
     held = [parameter for parameter in model.parameters() if isinstance(parameter, DTensor)]
     count = sum(not all(each.is_replicate() for each in parameter.placements) for parameter in held)
-    return Choice(
-        str(mesh.size()),
-        f"{count} weights are split over groups of {mesh.size()} processes, and each process holds the others",
-    )
+    return f"{count} weights are split over groups of {mesh.size()} processes, and each process holds the others"
 
 
 def _hold_alike(module: nn.Module, mesh: DeviceMesh) -> list[str]:

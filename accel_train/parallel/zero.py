@@ -206,13 +206,12 @@ class GradientWatch:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._names = [name for name, each in module.named_parameters() if each.requires_grad]
-        self._seen: set[str] = set()
-        self.lacking: set[str] = set()
+        trained = {name: each for name, each in module.named_parameters() if each.requires_grad}
+        self._names, self._seen = set(trained), set[str]()
+        self.lacking = set[str]()
         """Names of weights that had no gradient in some micro-batch of the step on this process."""
-        for name, each in module.named_parameters():
-            if each.requires_grad:
-                each.register_post_accumulate_grad_hook(lambda _, name=name: self._seen.add(name))
+        for name, each in trained.items():
+            each.register_post_accumulate_grad_hook(lambda _, name=name: self._seen.add(name))
 
     def begin_step(self) -> None:
         """Clear the records of the step before."""
@@ -221,8 +220,7 @@ class GradientWatch:
 
     def end_backward(self) -> None:
         """Record the weights that had no gradient in the last backward pass."""
-        if len(self._seen) < len(self._names):
-            self.lacking.update(name for name in self._names if name not in self._seen)
+        self.lacking |= self._names - self._seen
         self._seen.clear()
 
 
