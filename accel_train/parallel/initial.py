@@ -129,16 +129,15 @@ class Recording:
         held = list(filter(self._holds, tensors_in([arguments, named])))
         if not held:
             return operator(*arguments, **named)
-        target, changes = arguments[0], changes_first_argument(operator)
-        overwrites, draws = operator in OVERWRITES, operator in DRAWS
+        target, overwrites = arguments[0], operator in OVERWRITES
         is_step = overwrites or operator is ATEN.copy_.default or torch.Tag.pointwise in operator.tags
         if len(held) == 1 and held[0] is target and not named:
-            if not changes:
+            if not changes_first_argument(operator):
                 views = operator(*arguments)
                 if (tensors := list(tensors_in([views]))) and all(map(self._holds, tensors)):
                     return views
             elif is_step:
-                steps, state = self._steps[_storage(target)], torch.get_rng_state() if draws else None
+                steps, state = self._steps[_storage(target)], torch.get_rng_state() if operator in DRAWS else None
                 if overwrites and target.is_contiguous() and target.nbytes == target.untyped_storage().nbytes():
                     steps.clear()
                 if state is not None:
