@@ -44,9 +44,8 @@ def check_agreement(recipe: Recipe, data: TaskData, num_processes: int) -> None:
         return
     if problems := concluded(facts_of(recipe, data), disagreements):
         raise ValueError(
-            "the processes of this run do not agree: "
-            + "; ".join(problems)
-            + ". Give all of them the same command, files and installation"
+            f"the processes of this run do not agree: {'; '.join(problems)}. Give all of them the same command, files "
+            "and installation"
         )
 
 
@@ -68,9 +67,8 @@ def check_choices(choices: Mapping[str, Choice[Any]], num_processes: int) -> Non
 
     if problems := concluded(own, compare):
         raise ValueError(
-            "the processes of this run would not compute alike: "
-            + "; ".join(problems)
-            + ". Set these to what all machines have, or use machines of one kind"
+            f"the processes of this run would not compute alike: {'; '.join(problems)}. Set these to what all machines "
+            "have, or use machines of one kind"
         )
 
 

@@ -5,7 +5,6 @@ import platform
 import shlex
 import shutil
 import socket
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -25,6 +24,7 @@ from accel_train.runtime.driver import (
     driver_version,
     hides_gpus,
     installed_torch,
+    output_of,
     remedy_for,
     unsupported_gpu,
     unused_driver,
@@ -88,12 +88,9 @@ def launch_facts() -> dict[str, str]:
     facts = {"command": _own_command("accel-train"), "host": socket.gethostname(), "folder": os.getcwd()}
     # This command runs no hook of the repository. `-dirty` marks uncommitted changes.
     words = ["git", "-c", "core.fsmonitor=false", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    try:
-        done = subprocess.run(words, capture_output=True, text=True, timeout=GIT_SECONDS, check=True)
-    # git or the repository is missing, or the repository is very large.
-    except (OSError, subprocess.SubprocessError, ValueError):
-        return facts
-    return {**facts, "git_commit": done.stdout.strip()}
+    # Empty if git or the repository is missing, or the repository is very large.
+    commit = output_of(words, GIT_SECONDS).strip()
+    return {**facts, "git_commit": commit} if commit else facts
 
 
 def finding_of(

@@ -5,7 +5,6 @@ This module does not import torch.
 
 import os
 import re
-import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -53,14 +52,16 @@ def driver_version() -> str | None:
     with suppress(OSError, IndexError):
         words = (ROOT / "proc/driver/nvidia/version").read_text().split("Kernel Module", 1)[1].split()
         return next((word for word in words if word[0].isdigit()), None)
-    command = shutil.which("nvidia-smi")
-    if command is None:
-        return None
-    words = [command, "--query-gpu=driver_version", "--format=csv,noheader"]
-    with suppress(OSError, subprocess.SubprocessError):
-        said = subprocess.run(words, capture_output=True, text=True, timeout=SMI_SECONDS, check=True).stdout.split()
-        return said[0] if said and said[0][0].isdigit() else None
-    return None
+    said = output_of(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], SMI_SECONDS).split()
+    return said[0] if said and said[0][0].isdigit() else None
+
+
+def output_of(command: Sequence[str], timeout_seconds: float) -> str:
+    """Return what a command prints; "" if it is missing, fails, or takes longer."""
+    # It may also print bytes that are no text.
+    with suppress(OSError, subprocess.SubprocessError, ValueError):
+        return subprocess.run(command, capture_output=True, text=True, timeout=timeout_seconds, check=True).stdout
+    return ""
 
 
 def hides_gpus(environment: Mapping[str, str]) -> bool:

@@ -28,7 +28,7 @@ from accel_train.core.errors import (
 )
 from accel_train.core.redaction import print_traceback, redact_text
 from accel_train.core.terminal import paint, use_colour
-from accel_train.runtime.heartbeat import is_peer_error
+from accel_train.runtime.heartbeat import Failure, is_peer_error
 from accel_train.runtime.launcher import launch_mistake
 from accel_train.runtime.signals import INTERRUPTED_MESSAGE
 from accel_train.runtime.stacks import finish_writing
@@ -76,9 +76,13 @@ def exit_code(error: BaseException) -> int | None:
     if is_out_of_memory(error):
         return 6
     if is_peer_error(error):
-        cause = None if Watchdog.current is None else Watchdog.current.cause
-        return 5 if cause is None else cause.exit_code
+        return 5 if (cause := _cause()) is None else cause.exit_code
     return 5 if is_data_worker_error(error) else None
+
+
+def _cause() -> Failure | None:
+    """Return the failure of another process that made this one fail, if the watchdog knows one."""
+    return None if Watchdog.current is None else Watchdog.current.cause
 
 
 def is_data_worker_error(error: BaseException) -> bool:
@@ -125,8 +129,7 @@ def report(error: BaseException) -> None:
 
     Rank 0 alone prints errors that all processes raise together.
     """
-    rank, who, watchdog = os.environ.get("RANK", "0"), "", Watchdog.current
-    cause = None if watchdog is None else watchdog.cause
+    rank, who, watchdog, cause = os.environ.get("RANK", "0"), "", Watchdog.current, _cause()
     if (isinstance(error, AGREED) and rank != "0") or (watchdog is not None and watchdog.is_reported):
         return
     if watchdog is not None and watchdog.heartbeats is not None:
@@ -156,7 +159,7 @@ def message_of(error: BaseException) -> str:
 
     If another process failed earlier, its failure is the text.
     """
-    cause = None if Watchdog.current is None else Watchdog.current.cause
+    cause = _cause()
     text = cause.message if cause is not None else redact_text(str(error).strip()) or type(error).__name__
     if cause is None and is_data_worker_error(error):
         text += "; workers read the data ahead (data.num_workers): is the host out of memory, or the storage stuck?"

@@ -6,6 +6,7 @@ name is gone.
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -215,7 +216,7 @@ def before_reduction(module: Any, look: Callable[[list[tuple[Any, Any]]], None])
     `FSDPParamGroup.post_backward`, torch 2.13.
     """
     for group in _fsdp_groups(module):
-        group.post_backward = _looking(group, group.post_backward, look)
+        group.post_backward = partial(_look_and_reduce, group, group.post_backward, look)
 
 
 def end_open_forward(module: Any) -> None:
@@ -250,13 +251,12 @@ def _fsdp_groups(module: Any) -> list[Any]:
     return list(found.values())
 
 
-def _looking(group: Any, reduce: Callable[..., None], look: Callable[[list[tuple[Any, Any]]], None]) -> Any:
-    def look_and_reduce(*unused: Any) -> None:
-        trained = [each for each in group.fsdp_params if each.sharded_param.requires_grad]
-        look([(each.sharded_param, getattr(each, "_unsharded_param", None)) for each in trained])
-        reduce(*unused)
-
-    return look_and_reduce
+def _look_and_reduce(
+    group: Any, reduce: Callable[..., None], look: Callable[[list[tuple[Any, Any]]], None], *unused: Any
+) -> None:
+    trained = [each for each in group.fsdp_params if each.sharded_param.requires_grad]
+    look([(each.sharded_param, getattr(each, "_unsharded_param", None)) for each in trained])
+    reduce(*unused)
 
 
 def flatten_mesh(tensor: Any) -> None:

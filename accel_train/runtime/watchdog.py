@@ -165,11 +165,17 @@ class Watchdog:
         assert self.heartbeats is not None
         while not self._over.is_set():
             place, is_waiting = place_of_main_thread()
-            now = {"progress": self._progress.done(), "place": place, "is_waiting": is_waiting}
-            now |= {"work": self._progress.work, "num_beats": current_work()[1]}
             # torch raises several kinds of errors for a store that does not answer.
             with suppress(Exception):
-                if self.heartbeats.exchange(is_stopping=self.stop.requested, **now):
+                must_stop = self.heartbeats.exchange(
+                    is_stopping=self.stop.requested,
+                    progress=self._progress.done(),
+                    place=place,
+                    is_waiting=is_waiting,
+                    work=self._progress.work,
+                    num_beats=current_work()[1],
+                )
+                if must_stop:
                     if not self.stop.requested and self.stop.is_preparing and self.stop.is_open:
                         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
                     self.stop.requested = True
