@@ -16,7 +16,7 @@ from accel_train.data.batch_sizes import BatchSizes
 from accel_train.engine.resolve import change_model
 from accel_train.model.compile import repeated_blocks
 from accel_train.model.fake_step import Holding, vocabulary_rows
-from accel_train.model.memory_estimate import build_without_weights, estimate_memory, largest_samples
+from accel_train.model.memory_estimate import build_without_weights, estimate_memory, largest_samples, total_bytes
 from accel_train.parallel.compatibility import check_compatibility
 from accel_train.recipe.schema import Precision, Recipe
 from accel_train.task import Task, TaskData
@@ -148,8 +148,8 @@ def spare_bytes(recipe: Recipe, task: Task, data: TaskData, sizes: BatchSizes, m
         recipe, task, model, micro_batch, mixed_precision=machine.precision, device_type="cuda",
         holding=Holding(keeps_gradients=accumulates or sizes.world_size > 1),
     )  # fmt: skip
-    needed = [part.num_bytes for part in parts]
-    if None in needed or vocabulary_rows(model) is None:
+    needed = total_bytes(parts)
+    if needed is None or vocabulary_rows(model) is None:
         return 0
     most = round((1 - recipe.batch.memory_headroom) * machine.num_bytes)
-    return max(0, most - sum(filter(None, needed)))
+    return max(0, most - needed)

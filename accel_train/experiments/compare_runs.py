@@ -5,12 +5,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from accel_train.checkpoint.sharded import CheckpointReader
 from accel_train.checkpoint.store import folder_of, read_trainer
 from accel_train.core.state import JsonRecord
+from accel_train.model.tensors import same_bits
 from accel_train.observe.run_folder import read_metrics
 
 TIMINGS = ("tokens_per_second", "samples_per_second", "mfu", "train_seconds", "seconds")
@@ -59,13 +59,6 @@ def pairs_of_tensors(
     for name in sorted(left.shapes.keys() | right.shapes.keys()):
         one, other = (reader.read(name) if name in reader.shapes else None for reader in (left, right))
         yield name, one, other
-
-
-def same_bits(left: Tensor, right: Tensor) -> bool:
-    """Return whether two tensors hold the same bytes. NaN then equals itself, but 0 differs from -0."""
-    if left.shape != right.shape or left.dtype != right.dtype:
-        return False
-    return torch.equal(left.reshape(-1).view(torch.uint8), right.reshape(-1).view(torch.uint8))
 
 
 def _compare_rows(

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from accel_train.model.tensors import PACKED, is_writable, load_extra_state, packed, split_state
+from accel_train.model.tensors import PACKED, is_writable, load_extra_state, packed, same_bits, split_state
 from accel_train.runtime.private import copy_all
 
 INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
@@ -142,9 +142,7 @@ class _Buffer:
     def differs_from(self, copy: Tensor) -> bool:
         """Return whether any bit differs from `copy`; False if the type or shape has changed, as in a growing cache."""
         now = self.now
-        if now.shape != copy.shape or now.dtype != copy.dtype:
-            return False
-        return not torch.equal(*(each.reshape(-1).view(torch.uint8) for each in (now, copy)))
+        return now.shape == copy.shape and now.dtype == copy.dtype and not same_bits(now, copy)
 
 
 def _is_equal(one: Tensor | None, other: Tensor) -> bool:

@@ -13,7 +13,7 @@ from torch.nn import functional
 from torch.utils._pytree import tree_map_only
 
 from accel_train.model.kernels import chunked_loss
-from accel_train.model.tensors import FINITE, replaced, tensors_in
+from accel_train.model.tensors import FINITE, Replacements, replaced, tensors_in
 from accel_train.model.training_module import checked_loss
 from accel_train.model.weights import FP32_BYTES, fp32_weights, group_weights, parameter_groups
 from accel_train.runtime.private import fake_tensors, watch_operators
@@ -82,8 +82,7 @@ def simulate_step(
         buffers = _Buffers(model, holding, tracker) if sharded else None
         with watch_operators(tracker.see), replaced(_like_a_run(like_cuda, holding.split_size)):
             with torch.autocast("cpu", dtype=dtype, enabled=mixed_precision != "no"):
-                compute = task.loss_without_values
-                loss = checked_loss(compute(model.train(), inputs))
+                loss = checked_loss(task.loss_without_values(model.train(), inputs))
             if buffers is not None:
                 buffers.begin_backward()
             loss.backward()
@@ -100,7 +99,7 @@ def take_shapes_only(model: nn.Module, dtype: torch.dtype | None = None, holding
 
     `dtype` is the new element type, except of weights that FSDP2 gathers in fp32; None keeps the types.
     """
-    wide = set(map(id, fp32_weights(model)))
+    wide = fp32_weights(model)
     moved: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
@@ -317,15 +316,15 @@ class _Mark(torch.autograd.Function):
         return (None, *gradients)
 
 
-def _like_a_run(like_cuda: bool, split_size: int) -> dict[tuple[Any, str], Callable[..., Any]]:
-    """Return replacements of functions, by owner and name, that make operators allocate as in a run.
+def _like_a_run(like_cuda: bool, split_size: int) -> Replacements:
+    """Return replacements of functions that make operators allocate as in a run.
 
     On a GPU, autocast computes `IN_FP32` in fp32, attention keeps no scores for dropout, documents are kept apart by
     another kernel, and a chunked loss does not copy 16-bit factors to fp32. Fake CPU tensors need replaced functions,
     because torch's modes do not reach the recomputation of a checkpointed block.
     """
     # The parts of a split output layer are plain tensors here.
-    found: dict[tuple[Any, str], Callable[..., Any]] = {**FINITE, (chunked_loss, "num_parts"): lambda head: split_size}
+    found: Replacements = {**FINITE, (chunked_loss, "num_parts"): lambda head: split_size}
     if hasattr(functional, "grouped_mm"):  # from torch 2.10 on
         found[functional, "grouped_mm"] = _grouped(functional.grouped_mm)
     if not like_cuda:

@@ -13,6 +13,7 @@ from accel_train.core.errors import first_line
 from accel_train.core.format import format_count
 from accel_train.core.state import Choice
 from accel_train.model.freeze import ends_with, matches, matching
+from accel_train.model.tensors import numel
 from accel_train.recipe.schema import LoRA, Model
 
 if TYPE_CHECKING:
@@ -46,10 +47,10 @@ def add_adapters(model: nn.Module, section: LoRA) -> Choice[int]:
         raise ValueError(f"model.lora: {problem}. Leave it out, or name another model") from error
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("lora_" in name or name in whole)
-    count = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    count = numel(parameter for parameter in model.parameters() if parameter.requires_grad)
     also = f", and {format_count(len(whole), 'tensor')} trained whole" if whole else ""
     scale = f"scaled by {section.alpha:g} / {section.rank}"
-    total = sum(parameter.numel() for parameter in model.parameters())
+    total = numel(model.parameters())
     share = f"trained numbers, {100 * count / total:.2g} % of the weights"
     reason = f"{share}: rank {section.rank}, {scale}, in {format_count(len(_adapted(model)), 'layer')}"
     return Choice(count, reason + also + _frozen_experts(model, total))
@@ -66,7 +67,7 @@ def _trained_whole(model: nn.Module, section: LoRA) -> set[str]:
 def _frozen_experts(model: nn.Module, total: int) -> str:
     """Return a note about fused experts without adapters: one parameter for all experts of a layer, not a module."""
     fused = [each for name, each in model.named_parameters() if each.ndim == 3 and ".experts." in name]
-    share = sum(each.numel() for each in fused if not each.requires_grad) / total
+    share = numel(each for each in fused if not each.requires_grad) / total
     return f"; the experts, {100 * share:.2g} % of the weights, have no adapters and stay frozen" if share else ""
 
 

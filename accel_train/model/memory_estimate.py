@@ -5,7 +5,7 @@ the task runs on `FakeTensorMode` tensors in eager mode, and the peak of the liv
 any model and loss, with and without gradient checkpointing. FSDP2's buffers come and go in the same step.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -18,7 +18,7 @@ from accel_train.model.fake_step import OF_FSDP2, WHOLE, Holding, simulate_step
 from accel_train.model.fake_step import take_shapes_only as take_shapes_only
 from accel_train.model.freeze import check_rows_train
 from accel_train.model.pretrained import pretrained_config, value_of
-from accel_train.model.tensors import without_values
+from accel_train.model.tensors import numel, without_values
 from accel_train.model.weights import embeddings, hidden_matrices
 from accel_train.recipe.optimizer import Optimizer, optimizer_kind
 from accel_train.recipe.schema import Recipe
@@ -45,6 +45,12 @@ class MemoryPart:
     how: str
 
 
+def total_bytes(parts: Iterable[MemoryPart]) -> int | None:
+    """Return the bytes of all parts, or None if one is unknown."""
+    sizes = [part.num_bytes for part in parts]
+    return None if None in sizes else sum(filter(None, sizes))
+
+
 def num_moments(section: Optimizer) -> int:
     """Return the number of tensors that the optimizer keeps per weight; for muon, per matrix in a block."""
     if section.name == "sgd" and not section.momentum:
@@ -55,16 +61,16 @@ def num_moments(section: Optimizer) -> int:
 def state_bytes(model: nn.Module, section: Optimizer) -> int:
     """Return the optimizer's state in bytes. A custom optimizer class is counted as AdamW."""
     weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    trained = sum(weight.numel() for weight in weights)
+    trained = numel(weights)
     state = optimizer_kind(section.name).state
     # One row and one column per matrix.
     if state == "rows_and_columns":
         matrices = [weight for weight in weights if weight.dim() > 1]
         factors = sum(matrix.numel() // matrix.shape[dim] for matrix in matrices for dim in (-1, -2))
-        return 4 * (trained - sum(matrix.numel() for matrix in matrices) + factors)
+        return 4 * (trained - numel(matrices) + factors)
     # AdamW, with two moments, for every weight that is not a matrix in a block.
     if state == "muon":
-        return 4 * (2 * trained - sum(matrix.numel() for matrix in hidden_matrices(model)))
+        return 4 * (2 * trained - numel(hidden_matrices(model)))
     if state == "8_bits":
         whole = {id(weight) for weight in embeddings(model)}
         return sum(_bytes_in_8_bits(weight, whole=id(weight) in whole) for weight in weights)
@@ -143,7 +149,7 @@ def estimate_memory(
     """
     held_bytes = sum(parameter.nbytes for parameter in model.parameters())
     is_fp32 = all(parameter.element_size() == 4 for parameter in model.parameters())
-    trainable = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    trainable = numel(parameter for parameter in model.parameters() if parameter.requires_grad)
     section, state = recipe.optimizer, state_bytes(model, recipe.optimizer)
     of_state = {
         "moments": f"{num_moments(section)} x {moment_bytes(section)} bytes each",

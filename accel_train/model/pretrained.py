@@ -95,6 +95,11 @@ def value_of(config: Any, field: str) -> Any:
         return None
 
 
+def whole_numbers(value: Any) -> list[int]:
+    """Return a value that is a whole number, or those in a list, without True and False."""
+    return [each for each in (value if isinstance(value, list) else [value]) if type(each) is int]
+
+
 def _problems_of(recipe: Recipe, fields: Mapping[str, Any], default: Any, known: set[str]) -> Iterator[str]:
     """Yield the unknown fields of `model.config`, negative counts, and numbers beyond any size."""
     for field, value in fields.items():
@@ -109,8 +114,7 @@ def _problems_of(recipe: Recipe, fields: Mapping[str, Any], default: Any, known:
             usually = f"{default.model_type} has {usual} by default"
             yield f"{name}={show(value)} ({recipe.origin(name)}): must not be negative; {usually}"
     for name, value in dotted_items(fields, "model.config."):
-        numbers = value if isinstance(value, list) else [value]
-        if any(type(each) is int and abs(each) > LARGEST_COUNT for each in numbers):
+        if any(abs(each) > LARGEST_COUNT for each in whole_numbers(value)):
             yield f"{name}={show(value)} ({recipe.origin(name)}): no size is above {LARGEST_COUNT:,}; lower it"
 
 
@@ -193,10 +197,9 @@ def _check_sizes(file: Path, fields: Mapping[str, Any], who: str) -> None:
         shapes = _shapes_in(file.parent)
         numel = sum(map(math.prod, shapes))
         for name, value in dotted_items(fields):
-            sizes = [each for each in (value if isinstance(value, list) else [value]) if type(each) is int]
             is_layers = _LAYERS.fullmatch(name.rpartition(".")[2])
             limit = max(MOST_LAYERS, len(shapes)) if is_layers else max(MOST_ROWS, numel)
-            if shapes and max(sizes, default=0) > limit:
+            if shapes and max(whole_numbers(value), default=0) > limit:
                 raise ValueError(
                     f"{who}: {file} states {name}={str(value)[:40]}, and its weight files have {len(shapes)} tensors "
                     f"of {numel:,} numbers in all; correct it"
@@ -227,7 +230,7 @@ def num_pretrained_parameters(config: "PreTrainedConfig", folder: Path) -> int:
     with without_values():
         for factory in (AutoModel, AutoModelForSemanticSegmentation):
             if type(config) in factory._model_mapping:
-                return sum(each.numel() for each in factory.from_config(config).parameters())
+                return int(factory.from_config(config).num_parameters())
     return 0
 
 

@@ -23,7 +23,9 @@ from accel_train.runtime.private import norms_of
 
 BLOCK_BYTES = 8 * 2**20
 """Bytes of a file that one thread reads at once."""
-FINITE: Mapping[tuple[Any, str], Callable[..., Any]] = {
+Replacements = dict[tuple[Any, str], Callable[..., Any]]
+"""Functions that take the place of others, by the module that has them and their name in it."""
+FINITE: Replacements = {
     (torch, "isnan"): lambda _: torch.tensor(False, device="cpu"),
     (torch, "isinf"): lambda _: torch.tensor(False, device="cpu"),
 }
@@ -70,8 +72,8 @@ def without_values() -> Iterator[None]:
 
 
 @contextmanager
-def replaced(functions: Mapping[tuple[Any, str], Callable[..., Any]]) -> Iterator[None]:
-    """Replace functions inside the context. They are named by the module that has them and their name in it."""
+def replaced(functions: Replacements) -> Iterator[None]:
+    """Replace functions inside the context."""
     originals = {place: getattr(*place) for place in functions}
     try:
         for place, function in functions.items():
@@ -327,6 +329,18 @@ def unpacked_numel(parameter: Tensor) -> int:
     if parameter.dtype != torch.uint8:
         return parameter.numel()
     return 2 * parameter.numel() if parameter.dim() == 2 else 0
+
+
+def numel(tensors: Iterable[Tensor]) -> int:
+    """Return the number of elements of some tensors."""
+    return sum(each.numel() for each in tensors)
+
+
+def same_bits(left: Tensor, right: Tensor) -> bool:
+    """Return whether two tensors hold the same bytes. NaN then equals itself, but 0 differs from -0."""
+    if left.shape != right.shape or left.dtype != right.dtype:
+        return False
+    return torch.equal(left.reshape(-1).view(torch.uint8), right.reshape(-1).view(torch.uint8))
 
 
 def plain_tensors(model: nn.Module) -> list[Tensor]:

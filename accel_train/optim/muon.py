@@ -1,7 +1,7 @@
 """Muon: momentum matrices, orthogonalized before the update (Jordan et al. 2024; Liu et al. 2025, arXiv 2502.16982)."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from accel_train.core.state import Choice
-from accel_train.model.tensors import holders, parts_in
+from accel_train.model.tensors import holders, numel, parts_in
 from accel_train.model.weights import hidden_matrices, in_shares
 from accel_train.optim.adam import FusedAdam
 from accel_train.optim.update import SkippableOptimizer, decay_and_add, replace
@@ -26,6 +26,8 @@ UPDATE_RMS = 0.2
 
 Matrix = tuple[nn.Parameter, Tensor, Group]
 """A weight, its gradient (of a sharded weight, this process's part), and its group."""
+Shares = Sequence[Sequence[Tensor]]
+"""Tensors by process."""
 
 
 class Muon(SkippableOptimizer):
@@ -108,13 +110,13 @@ class Muon(SkippableOptimizer):
                 found[number] = made if made.shape == matrices[number].shape else made.T
         return found
 
-    def _share(self, own: Sequence[Tensor], weights: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    def _share(self, own: Sequence[Tensor], weights: Shares) -> list[Tensor]:
         """* Return the orthogonalized matrices of all processes: `own`, and those for the weights of each process.
 
         They are gathered in rows as wide as the largest share.
         """
         assert self.group is not None
-        width = max(map(total, weights))
+        width = max(map(numel, weights))
         row = weights[0][0].new_zeros(width, dtype=self.dtype)
         for part, made in zip(pieces(row, own), self._make_orthogonal(own), strict=True):
             part.copy_(made)
@@ -124,7 +126,7 @@ class Muon(SkippableOptimizer):
         gather(found, row, self.group)
         return [each for some, part in zip(weights, found.split(width), strict=True) for each in pieces(part, some)]
 
-    def _share_parts(self, parts: Sequence[Sequence[Tensor]], sharded: Sequence[Sequence[DTensor]]) -> list[Tensor]:
+    def _share_parts(self, parts: Shares, sharded: Sequence[Sequence[DTensor]]) -> list[Tensor]:
         """* Return this process's parts of orthogonalized matrices.
 
         `parts` are its parts of each process's matrices, which are sharded like `sharded`. Each process gathers only
@@ -139,14 +141,9 @@ class Muon(SkippableOptimizer):
         return exchange(cut(self._make_orthogonal(whole), own, self.group), parts, self.group, self.dtype)
 
 
-def total(tensors: Iterable[Tensor]) -> int:
-    """Return the number of elements of some tensors."""
-    return sum(map(Tensor.numel, tensors))
-
-
 def pieces(row: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     """Return views of the first elements of a row, shaped like some tensors."""
-    found = row[: total(like)].split([*map(Tensor.numel, like)])
+    found = row[: numel(like)].split([*map(Tensor.numel, like)])
     return [part.view(each.shape) for part, each in zip(found, like, strict=True)]
 
 
@@ -156,17 +153,15 @@ def cut(matrices: Sequence[Tensor], sharded: Sequence[DTensor], group: dist.Proc
     return [[each[rank] for each in parts] for rank in range(group.size())]
 
 
-def exchange(
-    sent: Sequence[Sequence[Tensor]], like: Sequence[Sequence[Tensor]], group: dist.ProcessGroup, dtype: torch.dtype
-) -> list[Tensor]:
+def exchange(sent: Shares, like: Shares, group: dist.ProcessGroup, dtype: torch.dtype) -> list[Tensor]:
     """* Send the n-th tensors to the n-th process; return those of all processes in order, in `dtype`: one all-to-all.
 
     The n-th process sends tensors of the shapes of the n-th in `like`.
     """
     given, taken = [*chain(*sent)], [*chain(*like)]
-    found = (given or taken)[0].new_empty(total(taken), dtype=dtype)
+    found = (given or taken)[0].new_empty(numel(taken), dtype=dtype)
     values = torch.cat([found[:0], *map(torch.flatten, given)]).to(dtype)
-    dist.all_to_all_single(found, values, [*map(total, like)], [*map(total, sent)], group)
+    dist.all_to_all_single(found, values, [*map(numel, like)], [*map(numel, sent)], group)
     return pieces(found, taken)
 
 
@@ -206,5 +201,4 @@ def build_muon(groups: Groups, section: Optimizer, model: nn.Module, device: tor
         for is_matrix in (True, False)
         if (some := [each for each in group["params"] if (id(each[1]) in matrices) == is_matrix])
     ]
-    adamw = {"betas": section.betas, "eps": section.eps}
-    return Muon(found, lr=section.learning_rate, momentum=section.momentum, **adamw)
+    return Muon(found, lr=section.learning_rate, momentum=section.momentum, betas=section.betas, eps=section.eps)

@@ -22,7 +22,7 @@ from accel_train.checkpoint.sharded import CheckpointReader
 from accel_train.checkpoint.zero_shards import ZeroShards
 from accel_train.core.state import Choice
 from accel_train.guard.guard import Limits
-from accel_train.model.tensors import Tensors, split_state
+from accel_train.model.tensors import Tensors, numel, split_state
 from accel_train.model.training_module import TrainingModule
 from accel_train.optim.update import Update, nan_without_targets
 from accel_train.parallel.dims import check_dimensions
@@ -81,7 +81,6 @@ class Zero(Strategy):
             inner.forward = self.accelerator.autocast()(inner.forward)  # type: ignore[method-assign]
         # The state belongs to whole weights.
         self.optimizer.state.clear()
-        num_elements = sum(parameter.numel() for parameter in self.parameters)
         config = {
             # DeepSpeed only uses it to count.
             "train_micro_batch_size_per_gpu": 1,
@@ -91,7 +90,10 @@ class Zero(Strategy):
             "gradient_clipping": 0.0,
             "steps_per_print": math.inf,
             "zero_allow_untested_optimizer": True,
-            "zero_optimization": {"stage": self._stage, "reduce_bucket_size": min(BUCKET_ELEMENTS, num_elements)},
+            "zero_optimization": {
+                "stage": self._stage,
+                "reduce_bucket_size": min(BUCKET_ELEMENTS, numel(self.parameters)),
+            },
         }
         # From here on, the optimizer's groups hold this process's parts.
         self._engine, *_ = deepspeed.initialize(

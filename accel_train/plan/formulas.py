@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from accel_train.model.fake_step import OF_FSDP2
-from accel_train.model.memory_estimate import MemoryPart
+from accel_train.model.memory_estimate import MemoryPart, total_bytes
 from accel_train.model.weights import FP32_BYTES, ModelWeights, WeightGroup, in_shares
 from accel_train.parallel.zero import BUCKET_ELEMENTS
 from accel_train.plan.place import Layout
@@ -275,10 +275,10 @@ def spread_memory(
 
 
 def _of_cuda(found: Sequence[MemoryPart], layout: Layout) -> Iterator[MemoryPart]:
-    moving = [part.num_bytes for part in found if part.name in COMES_AND_GOES]
+    moving = total_bytes(part for part in found if part.name in COMES_AND_GOES)
     if layout.world_size > 1:
         groups = 3 if 1 < layout.shard_size < layout.world_size else 1 + (layout.tp_size > 1)
         groups += layout.sp_size > 1
         yield MemoryPart("NCCL buffers", groups * NCCL_BUFFER_BYTES, "estimate", f"{groups} x 24 channels x 2 x 4 MiB")
-    lost = None if None in moving else round(FRAGMENTATION * sum(size for size in moving if size is not None))
+    lost = None if moving is None else round(FRAGMENTATION * moving)
     yield MemoryPart("fragmentation", lost, "estimate", f"assumed {FRAGMENTATION:.0%} of temporary memory in a step")

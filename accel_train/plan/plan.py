@@ -23,6 +23,7 @@ from accel_train.model.memory_estimate import (
     estimate_memory,
     largest_samples,
     state_bytes,
+    total_bytes,
 )
 from accel_train.model.tensors import replaced
 from accel_train.model.weights import ModelWeights, group_weights
@@ -103,8 +104,7 @@ class Plan:
     @property
     def memory_bytes(self) -> int | None:
         """Memory of one process in bytes, or None if a part is unknown."""
-        sizes = [part.num_bytes for part in self.memory]
-        return None if None in sizes else sum(size for size in sizes if size is not None)
+        return total_bytes(self.memory)
 
     @property
     def model_bytes(self) -> int:
@@ -235,22 +235,22 @@ class _Model:
 
 
 def _look_at_model(recipe: Recipe, task: Task, data: TaskData, sizes: BatchSizes, place: Place) -> _Model:
+    layout, precision = place.layout, place.precision.value
     model, choices, frozen = change_model(recipe, task, build_without_weights(recipe, task, data))
-    kept = choose_frozen_dtype(recipe, place.precision.value, place.device_type)
-    choices |= keep_frozen(model, frozen, kept, place.precision.value)
+    kept = choose_frozen_dtype(recipe, precision, place.device_type)
+    choices |= keep_frozen(model, frozen, kept, precision)
     base = frozen if recipe.model.pretrained is not None else ()
     floats = {name: each for name, each in model.named_parameters() if each.is_floating_point()}
     stored = sum(each.numel() * each.element_size() for name, each in floats.items() if name not in base)
     weights, flops = group_weights(model), task.flops_per_target(recipe, model)
     tokens, rows = getattr(data.source, "vocab_size", None), vocabulary_rows(model)
     vocabulary = None if tokens is None or rows is None else (tokens, rows)
-    held = group_weights(model, part_shapes(model, place.layout.tp_size)) if place.layout.tp_size > 1 else weights
+    held = group_weights(model, part_shapes(model, layout.tp_size)) if layout.tp_size > 1 else weights
     micro_batch = data.collate(largest_samples(data, recipe.seed, sizes.per_device_batch_size))
     num_targets_per_sample = micro_batch.pop("num_targets") / sizes.per_device_batch_size
-    sequences = place.layout.sp_size
-    if sequences > 1:
-        check_model(model, sequences)
-        micro_batch = slice_of(micro_batch, 0, sequences)
+    if layout.sp_size > 1:
+        check_model(model, layout.sp_size)
+        micro_batch = slice_of(micro_batch, 0, layout.sp_size)
     num_positions = next(iter(micro_batch.values())).numel()
     # Recomputation also repeats the exchanges.
     checkpointed = recipe.precision.recomputed in ("blocks", "selective")
@@ -264,17 +264,17 @@ def _look_at_model(recipe: Recipe, task: Task, data: TaskData, sizes: BatchSizes
     checkpoint_bytes = stored + 4 * averaged + state_bytes(model, recipe.optimizer)
     memory = estimate_memory(
         recipe, task, model, micro_batch,
-        mixed_precision=place.precision.value, device_type=place.device_type,
-        holding=_holding(model, place.layout, accumulates=sizes.gradient_accumulation_steps > 1, chunked=chunked),
+        mixed_precision=precision, device_type=place.device_type,
+        holding=_holding(model, layout, accumulates=sizes.gradient_accumulation_steps > 1, chunked=chunked),
     )  # fmt: skip
     if kept is not None and kept.value == "nf4":
         how = f"{NF4_BYTES:.2f} bytes each (nf4) of the frozen linear layers, 4 of the others"
         memory[0] = replace(memory[0], how=how)
-    memory = with_exchange(memory, model, place.layout, num_positions, place.compute_bytes)
+    memory = with_exchange(memory, model, layout, num_positions, place.compute_bytes)
     others = neighbour_collectives(
-        model, place.layout, num_positions, place.compute_bytes, checkpointed=checkpointed, chunked=chunked
+        model, layout, num_positions, place.compute_bytes, checkpointed=checkpointed, chunked=chunked
     )
-    others += buffer_collectives(model, place.layout)
+    others += buffer_collectives(model, layout)
     slow_part = slow_on_cpu(model) if place.device_type == "cpu" and recipe.model.pretrained is None else None
     return _Model(weights, choices, held, vocabulary, flops, num_targets, checkpoint_bytes, memory, slow_part, others)
 

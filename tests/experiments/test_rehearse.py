@@ -17,9 +17,10 @@ from safetensors.torch import save_file
 
 from accel_train.checkpoint.sharded import CheckpointReader
 from accel_train.cli.main import main
-from accel_train.experiments.compare_runs import Comparison, _compare_tensors, same_bits
+from accel_train.experiments.compare_runs import Comparison, _compare_tensors
 from accel_train.experiments.rehearse import _changed_settings, _evaluation, _refuse_changes
 from accel_train.experiments.subprocess_run import LAUNCHER_VARIABLES, TrainingProcess
+from accel_train.model.tensors import same_bits
 from accel_train.plan.plan import resolve_plan
 from accel_train.recipe.loader import load_recipe
 from tests.support.runs import TESTS, TINY_MODEL, recipe_dict, write_corpus

@@ -7,11 +7,11 @@ from itertools import product
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from accel_train.core.state import JsonRecord
 from accel_train.model.kernels.chunked_loss import LOGITS_AT_ONCE, why_whole
+from accel_train.model.pretrained import whole_numbers
 from accel_train.model.tensors import without_values
 
 SMALL = 2_000_000
@@ -118,7 +118,7 @@ def _find(
         raise ValueError(
             f"transformers cannot build this configuration of {config.model_type}: {in_words(error)}"
         ) from error
-    if numel(whole) <= SMALL:
+    if whole.num_parameters() <= SMALL:
         return check(config)
     kinds, num_layers, problem = (
         _kinds(whole),
@@ -137,15 +137,11 @@ def _find(
             if _kinds(model) != kinds:
                 problem = "a kind of layer is missing"
                 continue
-            if numel(model) <= (LARGEST_WITH_VOCABULARY if keeps_vocabulary else LARGEST):
+            if model.num_parameters() <= (LARGEST_WITH_VOCABULARY if keeps_vocabulary else LARGEST):
                 return check(small)
         except Exception as error:
             problem = in_words(error)
     raise ValueError(f"no smaller configuration of {config.model_type} has all its kinds of layers: {problem}")
-
-
-def numel(model: nn.Module) -> int:
-    return sum(each.numel() for each in model.parameters())
 
 
 def _kinds(model: PreTrainedModel) -> set[str]:
@@ -163,9 +159,11 @@ def _shrunk_fields(
 
     Ratios are kept.
     """
-    counts = [each for name, value in fields.items() if _is_heads(name) for each in _ints(value) if each > 0]
-    sizes = [each for name, value in fields.items() if _HEAD_SIZE.search(name) for each in _ints(value) if each > 0]
-    widths = [each for name in ("hidden_size", "n_embd", "d_model") for each in _ints(fields.get(name))]
+    counts = [each for name, value in fields.items() if _is_heads(name) for each in whole_numbers(value) if each > 0]
+    sizes = [
+        each for name, value in fields.items() if _HEAD_SIZE.search(name) for each in whole_numbers(value) if each > 0
+    ]
+    widths = [each for name in ("hidden_size", "n_embd", "d_model") for each in whole_numbers(fields.get(name))]
     if not sizes and counts and widths:
         sizes = [widths[0] // max(counts)]
     fewer = _common_divisor(counts, heads)
@@ -206,10 +204,6 @@ def _shrunk_fields(
 
 def _is_heads(name: str) -> bool:
     return bool(_HEADS.search(name)) and not _HEAD_SIZE.search(name) and "chunk" not in name
-
-
-def _ints(value: Any) -> list[int]:
-    return [each for each in (value if isinstance(value, list) else [value]) if type(each) is int]
 
 
 def _common_divisor(numbers: Sequence[int], least: int) -> int:

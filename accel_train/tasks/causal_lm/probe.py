@@ -5,7 +5,6 @@ and activations use other kernels. Whether the result stays exact depends on the
 read, a probe compares it with transformers' own forward pass of each document alone, on a CPU in fp32.
 """
 
-import hashlib
 import inspect
 import json
 import warnings
@@ -25,14 +24,15 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from accel_train.core.errors import SettingError
 from accel_train.core.files import write_atomically
-from accel_train.core.state import Choice
+from accel_train.core.json_io import json_digest
+from accel_train.core.state import Choice, Choices
 from accel_train.data.cache import cache_root, read_json
 from accel_train.data.text.tokens import collate_windows
 from accel_train.model import activation_checkpointing
 from accel_train.model.activation_checkpointing import checkpoint_activations
 from accel_train.model.isolation import isolated
 from accel_train.model.kernels import activations, attention, chunked_loss, documents
-from accel_train.model.kernels.toy import in_words, numel, toy_model
+from accel_train.model.kernels.toy import in_words, toy_model
 from accel_train.model.pretrained import quiet_bars, transformers_model
 from accel_train.recipe.schema import Recipe
 from accel_train.tasks.causal_lm.config import CausalLMData
@@ -109,7 +109,7 @@ def checks_of(recipe: Recipe, config: PreTrainedConfig) -> list[str]:
     return checks if is_known and not checks else [FORWARD, *checks]
 
 
-def prove(recipe: Recipe, config: PreTrainedConfig, forward: Forward) -> dict[str, Choice[Any]]:
+def prove(recipe: Recipe, config: PreTrainedConfig, forward: Forward) -> Choices:
     """Return the result of the probe for the run log, or nothing if no check is needed.
 
     Raises:
@@ -217,7 +217,7 @@ def _examine(recipe: Recipe, config: PreTrainedConfig, forward: Forward, checks:
         stock = toy_model(config, trust_remote_code=recipe.model.trust_remote_code)
     except ValueError as error:
         return Proof(config.model_type, {}, dict.fromkeys(checks, str(error)))
-    proof = Proof(type(stock).__name__, {}, {}, num_parameters=numel(stock))
+    proof = Proof(type(stock).__name__, {}, {}, num_parameters=stock.num_parameters())
     section = recipe.model.model_copy(update={"pretrained": None, "lora": None})
     toy = recipe.model_copy(update={"model": section})
     try:
@@ -493,8 +493,7 @@ def _remembered(recipe: Recipe, config: PreTrainedConfig, checks: Sequence[str],
         "code": [inspect.getsource(each) for each in modules if each is not None],
         "probe": Path(__file__).read_text(),
     }
-    key = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()
-    path = cache_root(recipe.data) / "probes" / f"{key[:32]}.json"
+    path = cache_root(recipe.data) / "probes" / f"{json_digest(settings)[:32]}.json"
     known = read_json(path)
     with suppress(TypeError):
         if known is not None:
