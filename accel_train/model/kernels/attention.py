@@ -23,6 +23,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from accel_train.core.state import Choice
 from accel_train.model.kernels.documents import (
+    attend,
     attend_within_documents,
     device_of,
     document_starts,
@@ -69,11 +70,7 @@ def causal_sdpa(
         output, weights = sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
         return output, weights
     # This equals sdpa_attention_forward without a mask, but skips its lookups: 17 us per layer.
-    is_grouped = query.shape[1] != key.shape[1]
-    output = torch.nn.functional.scaled_dot_product_attention(
-        query, key, value, dropout_p=dropout, is_causal=True, scale=scaling, enable_gqa=is_grouped
-    )
-    return output.transpose(1, 2).contiguous(), None
+    return attend(query, key, value, dropout, scaling).contiguous(), None
 
 
 def choose_attention(

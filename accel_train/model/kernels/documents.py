@@ -43,6 +43,26 @@ def same_document_mask(document_ids: Tensor) -> Tensor:
     return same & torch.ones(length, length, dtype=torch.bool, device=document_ids.device).tril()
 
 
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, dropout: float, scaling: float | None, mask: Tensor | None = None
+) -> Tensor:
+    """Compute SDPA, which is causal without a mask: (B, heads, T, size) -> a view of shape (B, T, heads, size).
+
+    Keys and values may have fewer heads than queries.
+    """
+    output = torch.nn.functional.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=mask,
+        dropout_p=dropout,
+        is_causal=mask is None,
+        scale=scaling,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    return output.transpose(1, 2)
+
+
 def attend_within_documents(
     query: Tensor, key: Tensor, value: Tensor, starts: Tensor, dropout: float, scaling: float | None
 ) -> Tensor:
@@ -59,8 +79,8 @@ def attend_within_documents(
     if device != "cpu" and why_no_kernel(device, _dtype_of(query), shape[3], dropout) is not None:
         return _under_a_mask(query, key, value, starts, dropout, scaling)
     rows = [each.transpose(1, 2).flatten(0, 1) for each in (query, key, value)]  # (B x T, heads, size)
-    attend = _one_by_one if device == "cpu" else _in_one_call
-    return attend(rows, starts.flatten(), shape[1], dropout, scaling).view(shape)
+    compute = _one_by_one if device == "cpu" else _in_one_call
+    return compute(rows, starts.flatten(), shape[1], dropout, scaling).view(shape)
 
 
 def device_of(tensor: Tensor) -> str:
@@ -91,7 +111,6 @@ def why_no_kernel(device: str, dtype: torch.dtype, head_size: int, dropout: floa
 
 def _one_by_one(rows: list[Tensor], starts: Tensor, length: int, dropout: float, scaling: float | None) -> Tensor:
     """Attend with one call per document, (B x T, heads, size). `starts` are on the host."""
-    is_grouped = rows[0].shape[1] != rows[1].shape[1]
     # Only the plan of a run uses tensors without values. It computes as if each row were one document.
     has_values = type(starts) is Tensor
     lengths = starts.diff().tolist() if has_values else [length] * (len(rows[0]) // length)
@@ -99,10 +118,7 @@ def _one_by_one(rows: list[Tensor], starts: Tensor, length: int, dropout: float,
     outputs = []
     for document in documents:
         query, key, value = (each.transpose(0, 1)[None] for each in document)
-        output = torch.nn.functional.scaled_dot_product_attention(
-            query, key, value, dropout_p=dropout, is_causal=True, scale=scaling, enable_gqa=is_grouped
-        )
-        outputs.append(output[0].transpose(0, 1))
+        outputs.append(attend(query, key, value, dropout, scaling)[0])
     return torch.cat(outputs)
 
 
@@ -110,7 +126,7 @@ def _in_one_call(rows: list[Tensor], starts: Tensor, length: int, dropout: float
     """Attend to all documents with one call of torch's kernel, (B x T, heads, size). The host reads nothing."""
     from torch.nn.attention import varlen
 
-    attend: Any = varlen.varlen_attn
+    compute: Any = varlen.varlen_attn
     dtype = _dtype_of(rows[0])
     # Autocast does not cover this operator.
     query, key, value = (each.to(dtype) for each in rows)
@@ -118,7 +134,7 @@ def _in_one_call(rows: list[Tensor], starts: Tensor, length: int, dropout: float
     # would compile for each.
     bounds = (starts, starts, length, length)
     is_grouped = query.shape[1] != key.shape[1]
-    output: Tensor = attend(query, key, value, *bounds, scale=scaling, window_size=(-1, 0), enable_gqa=is_grouped)
+    output: Tensor = compute(query, key, value, *bounds, scale=scaling, window_size=(-1, 0), enable_gqa=is_grouped)
     return output
 
 
@@ -128,16 +144,7 @@ def _under_a_mask(
     batch, _, length, _ = query.shape
     positions = torch.arange(batch * length, dtype=torch.int32, device=starts.device)
     documents = torch.searchsorted(starts.flatten()[1:].contiguous(), positions, right=True).view(batch, length)
-    output = torch.nn.functional.scaled_dot_product_attention(
-        query,
-        key,
-        value,
-        attn_mask=same_document_mask(documents),
-        dropout_p=dropout,
-        scale=scaling,
-        enable_gqa=query.shape[1] != key.shape[1],
-    )
-    return output.transpose(1, 2).contiguous()
+    return attend(query, key, value, dropout, scaling, same_document_mask(documents)).contiguous()
 
 
 def _dtype_of(tensor: Tensor) -> torch.dtype:
