@@ -9,6 +9,7 @@ from shlex import quote
 from accel_train.core.files import digests_of
 from accel_train.core.json_io import parse_json
 from accel_train.core.ownership import accept_files, noted_digests
+from accel_train.core.terminal import is_main
 
 WEIGHTS = (".safetensors", ".safetensors.index.json", ".onnx")
 """Ends of the names of files that change a model's results. A change of another file is only noted."""
@@ -107,7 +108,7 @@ def check_digests(folder: Path, *, is_ours: bool = True) -> None:
     notes = [f"{folder}/{name} {problem}" for name, problem in changes.items()]
     if is_ours and not has_digests(folder):
         notes.append(f"{folder}: {NO_DIGESTS}")
-    for note in notes if is_new and os.environ.get("RANK", "0") == "0" else ():
+    for note in notes if is_new and is_main() else ():
         print(f"note: {note}", file=sys.stderr, flush=True)
 
 

@@ -15,6 +15,8 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from accel_train.core.terminal import is_main
+
 SEEN_WITHIN_SECONDS = 10.0
 """Most seconds to wait for a file to appear. A network file system may answer from its cache for some seconds."""
 TAIL_BYTES = 2**16
@@ -75,6 +77,11 @@ def is_written_into(path: Path) -> bool:
     """Return whether a path is a device, a pipe or a standard stream. A file cannot replace these."""
     is_stream = str(path.absolute()).startswith(("/dev/std", "/dev/fd/", "/proc/"))
     return path.exists() and not path.is_dir() and (is_stream or not path.is_file())
+
+
+def existing_part(path: Path) -> Path:
+    """Return a path, or the nearest folder above it that exists."""
+    return next(each for each in (path, *path.absolute().parents) if each.exists())
 
 
 def make_folders(path: Path) -> None:
@@ -171,7 +178,7 @@ def sha256(path: Path, given_up: threading.Event | None = None) -> str:
     """Return the SHA-256 of a file in hex. Once `given_up` is set, the digest covers only the part read so far."""
     digest, buffer = hashlib.sha256(), memoryview(bytearray(2**20))
     with path.open("rb", buffering=0) as file:
-        while (num_bytes := file.readinto(buffer)) and not (given_up is not None and given_up.is_set()):
+        while (num_bytes := file.readinto(buffer)) and not (given_up and given_up.is_set()):
             digest.update(buffer[:num_bytes])
     return digest.hexdigest()
 
@@ -203,7 +210,7 @@ def digests_of(folder: Path, names: Sequence[str]) -> dict[str, str | OSError]:
     try:
         futures = {name: pool.submit(digest, name) for name in sorted(names, key=size, reverse=True)}
         _, unfinished = wait(futures.values(), REPORT_AFTER_SECONDS)
-        if unfinished and os.environ.get("RANK", "0") == "0":
+        if unfinished and is_main():
             what = f"{folder} (files: {len(names)}, {sum(map(size, names)) / 1e9:.1f} GB)"
             print(f"reading {what} to check them against their digests ...", file=sys.stderr, flush=True)
         return {name: future.result() for name, future in futures.items()}

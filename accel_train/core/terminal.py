@@ -111,6 +111,11 @@ def paint(text: str, *colours: Colour, on: bool = True) -> str:
     return f"\x1b[{';'.join(str(_CODES[colour]) for colour in colours)}m{text}\x1b[0m" if on else text
 
 
+def is_main() -> bool:
+    """Return whether this is the process of a launch that prints: rank 0."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 @contextmanager
 def busy(text: str, *, every_seconds: float = 1.0) -> Iterator[None]:
     """Print a message on stderr on rank 0 before a slow operation. A terminal also shows the elapsed seconds.
@@ -118,7 +123,7 @@ def busy(text: str, *, every_seconds: float = 1.0) -> Iterator[None]:
     A thread counts the seconds. Inside the block, print nothing else and do not fork.
     """
     stream = sys.stderr
-    if os.environ.get("RANK", "0") != "0" or stream is None:
+    if stream is None or not is_main():
         yield
         return
     is_over, counts, began = threading.Event(), is_terminal(stream), time.monotonic()

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from accel_train.core.files import existing_part
 from accel_train.core.format import format_count
 from accel_train.core.json_io import json_text
 from accel_train.core.ownership import check_file, write_file
@@ -138,7 +139,7 @@ def check_place(folder: Path) -> None:
     Raises:
         ValueError: the folder cannot be written, or a file of others is in the way.
     """
-    above = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    above = existing_part(folder)
     if not above.is_dir():
         raise ValueError(f"--out {folder}: {above} is a file. Name a folder")
     if not os.access(above, os.W_OK):

@@ -25,7 +25,7 @@ from accel_train.checkpoint.run_recipe import (
 from accel_train.checkpoint.weight_files import check_digests, check_weight_files
 from accel_train.core.errors import DataError, SettingError
 from accel_train.core.json_io import load_object
-from accel_train.core.terminal import is_terminal, width_of
+from accel_train.core.terminal import is_main, is_terminal, width_of
 from accel_train.data.batch_sizes import BatchSizes, resolve_batch
 from accel_train.data.delimited import why_header
 from accel_train.data.encoding import check_encoding, in_its_encoding
@@ -395,7 +395,7 @@ def with_model(run: TrainedRun, model: nn.Module) -> TrainedRun:
 def counted(batches: Iterable[T], total: int, text: str) -> Iterator[T]:
     """Yield batches with a progress bar on stderr on rank 0. Without a terminal, only one line is printed."""
     stream = sys.stderr
-    if os.environ.get("RANK", "0") != "0" or stream is None:
+    if stream is None or not is_main():
         yield from batches
     elif is_terminal(stream) and width_of(stream):
         yield from tqdm(batches, text, total, leave=False, file=stream, dynamic_ncols=True, unit=" batches")

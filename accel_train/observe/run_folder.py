@@ -16,7 +16,15 @@ from typing import Any, Self
 
 from filelock import FileLock, Timeout
 
-from accel_train.core.files import TAIL_BYTES, cut_incomplete_line, make_folders, read_regular, sync, write_atomically
+from accel_train.core.files import (
+    TAIL_BYTES,
+    cut_incomplete_line,
+    existing_part,
+    make_folders,
+    read_regular,
+    sync,
+    write_atomically,
+)
 from accel_train.core.format import format_count
 from accel_train.core.json_io import from_json, json_line, json_text, parse_json, read_json, utc_now
 from accel_train.core.ownership import RECIPE_FILE as RECIPE_FILE
@@ -83,7 +91,7 @@ class RunFolder:
         """
         try:
             str(self.path).encode()
-            above = next(path for path in (self.path, *self.path.absolute().parents) if path.exists())
+            above = existing_part(self.path)
         except (OSError, ValueError) as error:
             reason = (error.strerror if isinstance(error, OSError) else None) or "not a UTF-8 name"
             raise ValueError(f"output_dir={str(self.path)!a:.80}: {reason}; give a folder with another name") from error

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from accel_train.core.errors import SettingError
+from accel_train.core.files import existing_part
 from accel_train.core.format import format_bytes, format_count
 from accel_train.core.redaction import redact_words
 from accel_train.core.state import Choice
@@ -294,7 +295,7 @@ def check_environment(variables: Mapping[str, str]) -> Iterator[Finding]:
 def check_folder(subject: str, folder: Path) -> Iterator[Finding]:
     """Check that a folder (or its nearest existing parent) is writable and has room."""
     folder = folder.expanduser()
-    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    existing = existing_part(folder)
     try:
         with tempfile.TemporaryFile(dir=existing) as file:
             file.write(b"can be written")

@@ -14,7 +14,7 @@ from accel_train.core.files import make_folders, write_atomically
 from accel_train.core.format import did_you_mean, format_count
 from accel_train.core.redaction import redact
 from accel_train.core.state import Choice, Choices, JsonRecord
-from accel_train.core.terminal import printable
+from accel_train.core.terminal import is_main, printable
 from accel_train.data.builtin.digit_scenes import EMBEDDED_IMAGES
 from accel_train.data.delimited import columns_by_setting
 from accel_train.data.labels import class_notes
@@ -261,16 +261,16 @@ def _lines(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
             yield from _lines(value, f"{key}.")
 
 
-def keep(path: Path, recipe: Recipe, text: str, *, is_first: bool) -> bool:
+def keep(path: Path, recipe: Recipe, text: str) -> bool:
     """Write the recipe, and return whether it is new. A file with the same settings stays unchanged.
 
-    If `is_first` is false, another process of the launch writes the file, and this process waits for it.
+    Processes of a launch other than the first wait for its file.
 
     Raises:
         ValueError: a file of that name has other settings, or the file cannot be written.
     """
     deadline = time.monotonic() + WAIT_SECONDS
-    while not is_first and not path.exists() and time.monotonic() < deadline:
+    while not is_main() and not path.exists() and time.monotonic() < deadline:
         time.sleep(0.1)
     if path.exists():
         if load_recipe(path) != recipe:

@@ -1,6 +1,5 @@
 """Find the task of the user's data, write its recipe, and train it."""
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from accel_train.core.redaction import redact_text
 from accel_train.core.state import Choices
-from accel_train.core.terminal import print_line
+from accel_train.core.terminal import is_main, print_line
 from accel_train.experiments.finetune import recipe as own
 from accel_train.experiments.finetune.unpack import unpacked
 from accel_train.recipe.loader import Recipe, make_recipe
@@ -72,16 +71,15 @@ def write_recipe(
     Raises:
         ValueError: the data are ambiguous or not understood, or the file has other settings. The message names the fix.
     """
-    is_first = os.environ.get("RANK", "0") == "0"
     path = own.path_of(path)
     settings = [*settings, *([] if group is None else ["--data.group_column", group])]
     minimal = own.minimal_recipe(path, settings)
     flags: dict[str, Any] = {"task": task, "text": tuple(text), "label": tuple(label)}
     asked = own.asked_of(path, minimal, **flags)
     own.check_there(path)
-    if is_first:
+    if is_main():
         print_line(f"{path}: looking at the data ...")
-    place, output_dir, note = unpacked(asked, output_dir, is_first=is_first)
+    place, output_dir, note = unpacked(asked, output_dir)
     if note is not None:
         asked = own.asked_of(place, own.minimal_recipe(place, settings), **flags)
     own.check_header(asked)
@@ -93,7 +91,7 @@ def write_recipe(
         found = replace(found, notes=(note, *found.notes))
     pretrained = None
     if name := model or minimal.model.pretrained:
-        if is_first:
+        if is_main():
             print_line(f"{name}: looking at the model ...")
         pretrained = look_at(name, found.task, trust_remote_code=minimal.model.trust_remote_code)
         is_hidden = pretrained.has_chat_template and not pretrained.template_has_tools
@@ -105,7 +103,7 @@ def write_recipe(
     choices = {**found.settings, **_as_long_as(asked, choose(found, pretrained))}
     written = Path(file or f"{output_dir.rstrip('/')}.yaml")
     recipe = make_recipe(own.tree_of(found.task, choices, output_dir), str(written), arguments=settings)
-    is_new = own.keep(written, recipe, own.format_recipe_file(recipe, found, choices, written), is_first=is_first)
+    is_new = own.keep(written, recipe, own.format_recipe_file(recipe, found, choices, written))
     return Written(recipe, written, is_new, found, choices)
 
 
@@ -165,7 +163,7 @@ def finetune(
     written = write_recipe(
         str(path), settings, model=model, text=texts, label=labels, group=group, task=task, output_dir=folder
     )
-    if os.environ.get("RANK", "0") == "0":
+    if is_main():
         print_line(redact_text("\n".join(written.lines())))
     return train(written.recipe)
 

@@ -19,6 +19,7 @@ from typing import Any
 from accel_train.core.files import files_below, make_folders, publish_folder, sha256
 from accel_train.core.format import format_count
 from accel_train.core.json_io import parse_json
+from accel_train.core.terminal import is_main
 from accel_train.data.delimited import DELIMITERS, table_delimiter
 from accel_train.data.encoding import read_lines, read_text
 from accel_train.data.parts import only_entry, part_of, unwrapped
@@ -44,7 +45,7 @@ _LARGEST_GZIP_RATIO = 1032
 _BY_SYSTEMS = ("__MACOSX", ".DS_Store", "Thumbs.db")
 
 
-def unpacked(asked: Asked, output_dir: str | None, *, is_first: bool = True) -> tuple[str, str, str | None]:
+def unpacked(asked: Asked, output_dir: str | None) -> tuple[str, str, str | None]:
     """Return the path to read, the run folder, and a note, or the path itself if finetune reads it as it is.
 
     Zip and tar archives, .gz files, spreadsheets, and tables with tabs in a .txt file go to a folder OUTPUT_DIR-data.
@@ -73,7 +74,7 @@ def unpacked(asked: Asked, output_dir: str | None, *, is_first: bool = True) -> 
     tree, is_open = Tree(path), kind is None and path.exists()
     found = next(filter(None, (convert(asked, tree) for convert in CONVERTERS if is_open)), None)
     if kind is not None:
-        _publish(folder, path, sha256(path), partial(_write, path, kind.lower()), is_first=is_first)
+        _publish(folder, path, sha256(path), partial(_write, path, kind.lower()))
         place = str(_data_in(folder))
         notes.append(f"{path}: unpacked to {folder} ({format_count(len(files_below(folder)), 'file')})")
     elif found is not None:
@@ -83,7 +84,7 @@ def unpacked(asked: Asked, output_dir: str | None, *, is_first: bool = True) -> 
             for name, content in found.files.items():
                 (staging / name).write_bytes(content)
 
-        _publish(folder, path, digest, write, is_first=is_first)
+        _publish(folder, path, digest, write)
         place = str(_data_in(folder))
         notes.append(f"{path}: written to {folder} as {', '.join(found.files)}{found.how}")
         if any(path.glob("*/label")):
@@ -95,17 +96,17 @@ def unpacked(asked: Asked, output_dir: str | None, *, is_first: bool = True) -> 
         from accel_train.experiments.finetune.masks import find_palette, find_polygons
 
         if (masks := find_polygons(asked, place) or find_palette(asked, place)) is not None:
-            _publish(folder, Path(place), masks.digest, masks.write, is_first=is_first)
+            _publish(folder, Path(place), masks.digest, masks.write)
             notes.append(f"{place}: {masks.note}; written to {folder}")
             place = str(folder)
     return place, run, "; ".join(notes) or None
 
 
-def _publish(folder: Path, path: Path, digest: str, write: Callable[[Path], None], *, is_first: bool) -> None:
+def _publish(folder: Path, path: Path, digest: str, write: Callable[[Path], None]) -> None:
     """Let the first process write a folder once, and the others wait for it. `digest` is of the data at `path`."""
     staging = folder.with_name(f".{folder.name}.tmp")
     deadline = time.monotonic() + WAIT_SECONDS
-    while not is_first and not folder.exists():
+    while not is_main() and not folder.exists():
         # As long as the first process writes.
         if staging.exists():
             deadline = time.monotonic() + WAIT_SECONDS

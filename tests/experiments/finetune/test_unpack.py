@@ -140,9 +140,13 @@ def test_another_process_reads_what_the_first_unpacks_and_unpacks_nothing(monkey
     write_zip("reviews.zip", {"data.csv": "\n".join(ROWS)})
     monkeypatch.setattr("accel_train.experiments.finetune.unpack.WAIT_SECONDS", 0.2)
     asked = asked_of("reviews.zip", minimal_recipe("reviews.zip", []))
-    refused(unpacked, asked, None, is_first=False, named="the first process did not make runs/reviews-data")
+    monkeypatch.setenv("RANK", "1")
+    refused(unpacked, asked, None, named="the first process did not make runs/reviews-data")
     assert not Path("runs").exists()
-    assert unpacked(asked, None) == unpacked(asked, None, is_first=False)
+    monkeypatch.delenv("RANK")
+    first = unpacked(asked, None)
+    monkeypatch.setenv("RANK", "1")
+    assert unpacked(asked, None) == first
 
 
 def test_splits_in_one_document_are_files_and_the_test_split_is_evaluated_on_only_without_validation() -> None:
