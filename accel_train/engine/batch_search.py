@@ -14,7 +14,6 @@ import resource
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +23,12 @@ from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
 from torch import Tensor, nn
 
 from accel_train.core.files import make_folders
-from accel_train.core.json_io import json_digest, parse_json, write_plain_json
+from accel_train.core.json_io import json_digest, parse_json, utc_now, write_plain_json
 from accel_train.core.state import Choice, Choices
 from accel_train.core.version import __version__
 from accel_train.data.batch_sizes import BatchSizes, divisors, is_open, resolve_batch
 from accel_train.data.cache import cache_root
+from accel_train.engine.loader import to_device
 from accel_train.model.isolation import isolated
 from accel_train.model.memory_estimate import largest_samples, state_bytes
 from accel_train.model.training_module import TrainingModule
@@ -64,11 +64,10 @@ class BatchCache:
 
     def write(self, size: int, reason: str) -> str:
         """Store `size` and its `reason`; return a sentence that says whether the file was written."""
-        found = datetime.now(UTC).isoformat(timespec="seconds")
         try:
             make_folders(self.path.parent)
             write_plain_json(
-                self.path, {"per_device_batch_size": size, "said": reason, "found": found, "key": self.key}
+                self.path, {"per_device_batch_size": size, "said": reason, "found": utc_now(), "key": self.key}
             )
         except OSError as error:
             return f"not remembered: {self.path.parent} cannot be written to ({error.strerror})"
@@ -136,11 +135,11 @@ class Trials:
         If a step `accumulates` gradients, the gradients of earlier micro-batches are not in DDP's buckets. Both then
         take memory.
         """
-        device, buckets = self.accelerator.device, []
+        buckets: list[Tensor] = []
         try:
             if accumulates and self.recipe.parallel.strategy == "ddp" and self.accelerator.num_processes > 1:
                 buckets = [torch.empty_like(each) for each in self.inner.parameters() if each.requires_grad]
-            batch = {name: v.to(device) if isinstance(v, Tensor) else v for name, v in self.collated(count).items()}
+            batch = to_device(self.collated(count), self.accelerator.device, pin=False)
             with self.accelerator.autocast():
                 loss_sum = self.inner(batch)
             loss_sum.backward()
@@ -203,12 +202,12 @@ def fit_micro_batch(
         device_bytes=device_bytes,
     )
     own = known_size(trials, sizes, cache, device_bytes, is_empty=is_empty)
-    everywhere = gather_number(0 if own is None else own.value, accelerator.device)
+    everywhere = gather_number(0 if own is None else own.value)
     if 0 in everywhere:  # if one process has to search, all do, even if they remember a size
         if can_search:
             own = search(trials, share, device_bytes)
         assert own is not None, "only a process that can search may know no size"
-        everywhere = gather_number(own.value, accelerator.device)
+        everywhere = gather_number(own.value)
         if can_search:
             own = Choice(own.value, f"{own.reason}; {cache.write(min(everywhere), own.reason)}")
     assert own is not None, "known or searched"

@@ -19,6 +19,8 @@ from accel_train.core.work import working
 from accel_train.data.order import evaluation_batches
 from accel_train.engine.loader import Reading, read_batches
 from accel_train.engine.step import MicroBatch
+from accel_train.model.kernels.global_loss import sums_dtype
+from accel_train.model.tensors import Tensors
 from accel_train.parallel.dims import parallel_dims
 from accel_train.runtime.memory import is_out_of_memory
 from accel_train.runtime.process_group import concluded, gather_number
@@ -154,7 +156,7 @@ def evaluate(
             chunk //= 2
             if accelerator.device.type == "cuda":
                 torch.cuda.empty_cache()
-    if is_over is not None and any(gather_number(counts.left, accelerator.device)):
+    if is_over is not None and any(gather_number(counts.left)):
         raise EvaluationLeft
     rows = {name: list(torch.cat(values).split(reader.batch_size)) for name, values in counts.rows.items()}
     totals = _sum_over_processes(accelerator, counts.sums)
@@ -212,13 +214,13 @@ def _scores(task: Task, found: Evaluation, data: TaskData) -> Scores:
 class _Counts(NamedTuple):
     """Counts of one process's batches."""
 
-    sums: dict[str, Tensor]  # on the device
+    sums: Tensors  # on the device
     rows: dict[str, list[Tensor]]  # on the host, batch by batch
     left: bool
 
 
 def _count(reader: EvaluationReader, module: nn.Module, chunk_size: int, is_over: Callable[[], bool] | None) -> _Counts:
-    sums: dict[str, Tensor] = {}
+    sums: Tensors = {}
     rows: dict[str, list[Tensor]] = {}
     targets, left, alike, vote = 0, False, reader.forwards_alike, _Vote(reader.accelerator)
     batches = reader.batches_for_all() if alike else ((batch, True) for batch in reader.batches(chunk_size))
@@ -238,8 +240,10 @@ def _count(reader: EvaluationReader, module: nn.Module, chunk_size: int, is_over
             if name.startswith(ROWS):
                 rows.setdefault(name, []).append(value.cpu())
             else:
+                # Integer sums are exact. In fp64, the order of the summands does not show in printed digits.
+                dtype = sums_dtype(value.device) if value.is_floating_point() else torch.int64
                 # A copy, which the next replay does not overwrite.
-                value = value.to(_sum_dtype(value), copy=True)
+                value = value.to(dtype, copy=True)
                 sums[name] = sums[name] + value if name in sums else value
     sums["num_targets"] = torch.tensor(targets, device=reader.accelerator.device)
     return _Counts(sums, rows, left)
@@ -269,17 +273,7 @@ class _Vote:
         return last is not None and bool(last[0])
 
 
-def _sum_dtype(value: Tensor) -> torch.dtype:
-    """Return the dtype for a sum: int64 for integers, otherwise fp64. MPS uses fp32, because it does not support fp64.
-
-    Integer sums are exact. In fp64, the order of the summands does not show in printed digits.
-    """
-    if not value.dtype.is_floating_point:
-        return torch.int64
-    return torch.float32 if value.device.type == "mps" else torch.float64
-
-
-def _sum_over_processes(accelerator: Accelerator, here: dict[str, Tensor]) -> dict[str, NDArray[Any]]:
+def _sum_over_processes(accelerator: Accelerator, here: Tensors) -> dict[str, NDArray[Any]]:
     """Return sums over all processes that read different samples.
 
     A process without batches learns the names and shapes from the others.

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from accel_train.model.batch_norm import is_batch_norm
+from accel_train.model.batch_norm import trained_batch_norms
 from accel_train.model.tensors import is_writable, load_extra_state, packed, split_state
 
 
@@ -78,7 +78,7 @@ def without_batch_statistics(module: nn.Module) -> Iterator[None]:
 
     Running statistics that are not finite become 0 and 1. The caller must restore the buffers.
     """
-    norms: list[Any] = [part for part in module.modules() if is_batch_norm(part) and part.training]
+    norms: list[Any] = trained_batch_norms(module)
     for norm in norms:
         norm.training = False
         if norm.running_mean is not None and norm.running_var is not None:

@@ -197,7 +197,7 @@ def group_weights(model: nn.Module, shapes: Mapping[int, Sequence[int]] | None =
 
     `shapes` gives, by a parameter's id, the shape that tensor parallelism leaves for FSDP2 to shard.
     """
-    parts, wide = shapes or {}, set(map(id, fp32_weights(model)))
+    parts, wide = shapes or {}, fp32_weights(model)
 
     def weight_of(each: nn.Parameter) -> Weight:
         rows, *others = parts.get(id(each), each.shape) or (1,)
@@ -226,20 +226,20 @@ def gathers_two_types() -> bool:
     return "param_dtype_override_fn" in signature(MixedPrecisionPolicy).parameters
 
 
-def fp32_weights(model: nn.Module) -> list[nn.Parameter]:
-    """Return the fp32 weights that FSDP2 gathers in fp32 in mixed precision; empty before torch 2.15.
+def fp32_weights(model: nn.Module) -> set[int]:
+    """Return the ids of the fp32 weights that FSDP2 gathers in fp32 in mixed precision; empty before torch 2.15.
 
     These are norms, embeddings, routers, and single vectors, which compute in fp32 under DDP too. Autocast rounds the
     others in any case: the weights of linear layers and convolutions, and of experts (three dimensions or more).
     """
     if not gathers_two_types():
-        return []
-    return [
-        parameter
+        return set()
+    return {
+        id(parameter)
         for module in model.modules()
         for parameter in module.parameters(recurse=False)
         if parameter.dtype == torch.float32 and not _is_rounded(module, parameter)
-    ]
+    }
 
 
 def _is_rounded(module: nn.Module, parameter: nn.Parameter) -> bool:

@@ -42,14 +42,14 @@ class Reduction:
         """Start a step: clear the records of the step before."""
         self.sums, self.is_complete = [], False
 
-    def fill_rest_with_nan(self, device: torch.device) -> bool:
+    def fill_rest_with_nan(self) -> bool:
         """Send NaN to all reductions that the other processes wait for; return False if their sizes are not known yet.
 
         The first complete step records the sizes.
         """
         rest = self._layout[len(self.sums) :]
         for size, dtype in rest:
-            bucket = torch.full((size,), math.nan, dtype=dtype, device=device)
+            bucket = torch.full((size,), math.nan, dtype=dtype, device=self._strategy.accelerator.device)
             dist.all_reduce(bucket, group=self._group)
             self.sums.append(bucket[0])
         return bool(rest)
@@ -122,7 +122,7 @@ class Ddp(Strategy):
         divide them alike: matrices that are stacked with others are rounded differently.
         """
         size = processes_on_machine(everybody.size())
-        sizes = set(gather_number(size, self.accelerator.device))
+        sizes = set(gather_number(size))
         if sizes == {everybody.size()}:
             return everybody
         if len(sizes) > 1 or size == 1:
@@ -178,7 +178,7 @@ class Ddp(Strategy):
         if self.reduction is None or self.reduction.is_complete:
             return None
         names = self.without_gradient()
-        self.reduction.fill_rest_with_nan(self.accelerator.device)
+        self.reduction.fill_rest_with_nan()
         return names
 
     def begin_step(self) -> None:
@@ -223,7 +223,7 @@ class Ddp(Strategy):
         module = self.module
         assert isinstance(module, DistributedDataParallel), "a single process does not reduce"
         assert self.reduction is not None, "DDP records its reductions"
-        if self.looks_for_unused or not self.reduction.fill_rest_with_nan(self.accelerator.device):
+        if self.looks_for_unused or not self.reduction.fill_rest_with_nan():
             return False
         end_failed_backward(module)
         smallest = min((each for each in module.parameters() if each.requires_grad), key=torch.numel)

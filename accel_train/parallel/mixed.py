@@ -37,7 +37,7 @@ def policy(given: MixedPrecisionPolicy, model: nn.Module) -> tuple[MixedPrecisio
     With torch 2.15, weights that autocast does not round stay in fp32.
     """
     if gathers_two_types():
-        kept = set(map(id, fp32_weights(model)))
+        kept = fp32_weights(model)
 
         def dtype_of(parameter: nn.Parameter) -> torch.dtype | None:
             return parameter.dtype if id(parameter) in kept else None

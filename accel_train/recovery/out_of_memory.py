@@ -193,7 +193,7 @@ def block_table(segments: Sequence[Mapping[str, Any]]) -> str:
 
 def _failed_ranks(run: RunContext, has_failed: bool) -> list[int]:
     """Return the processes that have failed. All processes must call it."""
-    return [rank for rank, failed in enumerate(gather_number(has_failed, run.accelerator.device)) if failed]
+    return [rank for rank, failed in enumerate(gather_number(has_failed)) if failed]
 
 
 def _contribute_nan(run: RunContext, shortage: str) -> Tensor:

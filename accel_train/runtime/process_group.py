@@ -154,9 +154,9 @@ def wait_for_all() -> None:
         beat()
 
 
-def gather_number(number: int, device: torch.device) -> list[int]:
+def gather_number(number: int) -> list[int]:
     """Return the number of each process, by rank. All must call it. The host waits for one small collective."""
-    numbers: list[int] = gather(torch.tensor([number], device=device)).tolist()
+    numbers: list[int] = gather(torch.tensor([number], device=PartialState().device)).tolist()
     return numbers
 
 
