@@ -8,10 +8,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from accelerate import Accelerator
 from numpy.typing import NDArray
-from torch import nn
 
 from accel_train.checkpoint.fingerprint import Change, Settings
 from accel_train.checkpoint.health import Health
@@ -29,7 +27,7 @@ from accel_train.model.batch_norm import RunningStatistics
 from accel_train.model.compile import GraphCount
 from accel_train.observe.observer import Observer
 from accel_train.optim.schedule import Rate, StepPlan, set_learning_rate
-from accel_train.parallel.strategy import Strategy
+from accel_train.parallel.strategy import MakeOptimizer, Strategy
 from accel_train.recipe.schema import Recipe
 from accel_train.runtime.memory import PeakMemory
 from accel_train.runtime.signals import StopRequest
@@ -55,7 +53,7 @@ class Extensions:
 
     observers: tuple[Observer, ...] = ()
     """Observers called after the run's own observer, on every process."""
-    build_optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None
+    build_optimizer: MakeOptimizer | None = None
     """Function that replaces the recipe's optimizer, called with the model on its device.
 
     Groups without `param_names` get them.

@@ -238,7 +238,7 @@ def _masks_of(table: Path) -> Path:
     return table.with_name(f"{table.stem}-masks")
 
 
-def _predict_all(run: TrainedRun, masks: Path, drawing: Drawing | None) -> dict[str, NDArray[Any]]:
+def _predict_all(run: TrainedRun, masks: Path, drawing: Drawing | None) -> Mapping[str, NDArray[Any]]:
     """Return the predictions of all samples, in order, on the main process. Write masks and pictures to folders."""
     assert run.data.eval is not None
     rows: dict[str, list[Tensor]] = {}

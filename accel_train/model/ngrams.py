@@ -25,6 +25,9 @@ _KNOTS = 9
 # Texts whose n-grams are counted together.
 _TEXTS_AT_ONCE = 64
 
+# Keys or table rows of n-grams, and a mask of the places that have one; both (texts, places).
+Block = tuple[Tensor, Tensor]
+
 
 class NgramsConfig(PreTrainedConfig):
     """Sizes of the features.
@@ -137,9 +140,7 @@ class NgramsForSequenceClassification(PreTrainedModel):
             logits = logits + self.overlap(hats.flatten(1) / shares.shape[1] ** 0.5)
         return logits
 
-    def features(
-        self, ids: Tensor, mask: Tensor, types: Tensor | None = None
-    ) -> tuple[list[tuple[Tensor, Tensor]], Tensor | None]:
+    def features(self, ids: Tensor, mask: Tensor, types: Tensor | None = None) -> tuple[list[Block], Tensor | None]:
         """Return the table rows and the mask of each block of n-grams, and the shares of common n-grams of pairs.
 
         Blocks: n-grams of bytes, n-grams of words, and, for pairs, word n-grams that both texts have, that only the
@@ -172,7 +173,7 @@ class NgramsForSequenceClassification(PreTrainedModel):
         blocks = [[*bytes_a, *bytes_b], [*words_a, *words_b], both, only_a, only_b]
         return [self._rows(block) for block in blocks], torch.stack(shares, dim=1)
 
-    def _keys(self, ids: Tensor, mask: Tensor) -> tuple[list[tuple[Tensor, Tensor]], list[tuple[Tensor, Tensor]]]:
+    def _keys(self, ids: Tensor, mask: Tensor) -> tuple[list[Block], list[Block]]:
         is_letter = (
             mask & (ids < 256) & ((ids >= 97) & (ids <= 122) | (ids >= 48) & (ids <= 57) | (ids >= 128) | (ids == 95))
         )
@@ -183,7 +184,7 @@ class NgramsForSequenceClassification(PreTrainedModel):
             _sequences(words, is_word, self.config.max_words, seed=2),
         )
 
-    def _rows(self, block: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    def _rows(self, block: list[Block]) -> Block:
         keys, there = _joined(block)
         return keys.remainder(self.config.num_buckets), there
 
@@ -216,7 +217,7 @@ def register() -> None:
     NgramsForSequenceClassification.register_for_auto_class("AutoModelForSequenceClassification")
 
 
-def _joined(blocks: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+def _joined(blocks: list[Block]) -> Block:
     return torch.cat([keys for keys, _ in blocks], dim=1), torch.cat([there for _, there in blocks], dim=1)
 
 
@@ -237,9 +238,7 @@ def _counted(buckets: Tensor, there: Tensor) -> tuple[Tensor, Tensor]:
     return ordered.where(is_first, 0), is_first * (1 + counts.float().log())
 
 
-def _sequences(
-    items: Tensor, mask: Tensor, longest: int, seed: int, breaks: Tensor | None = None
-) -> list[tuple[Tensor, Tensor]]:
+def _sequences(items: Tensor, mask: Tensor, longest: int, seed: int, breaks: Tensor | None = None) -> list[Block]:
     """Return a key for each sequence of 1 to `longest` items, and a mask of the sequences without missing items.
 
     `breaks` marks items that only the ends of a sequence may be.
@@ -255,7 +254,7 @@ def _sequences(
     return list(zip(keys, there, strict=True))
 
 
-def _words(ids: Tensor, is_letter: Tensor) -> tuple[Tensor, Tensor]:
+def _words(ids: Tensor, is_letter: Tensor) -> Block:
     """Return a key for each word (a maximal run of letters and digits), and a mask of the places that have a word."""
     before = torch.nn.functional.pad(is_letter[:, :-1], (1, 0))
     starts = is_letter & ~before

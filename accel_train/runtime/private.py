@@ -17,6 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+Look = Callable[[list[tuple[Any, Any]]], None]
+"""Function of a group's trained weights, each as a pair: sharded, and gathered (None before the first forward)."""
 Function = TypeVar("Function", bound=Callable[..., Any])
 MOST_IN_ONE_SUM, ROW = 2**16, 4096
 """Elements up to which torch's norm on a CPU is exact to about 1e-6, and elements per row of a larger tensor."""
@@ -209,11 +211,10 @@ def end_failed_backward(module: DistributedDataParallel) -> None:
     reducer._reset_state()
 
 
-def before_reduction(module: Any, look: Callable[[list[tuple[Any, Any]]], None]) -> None:
+def before_reduction(module: Any, look: Look) -> None:
     """Call `look` before FSDP2 reduces the gradients of each group of a model.
 
-    `look` gets the group's trained weights, each as a pair: sharded, and gathered (None before the first forward). Uses
-    `FSDPParamGroup.post_backward`, torch 2.13.
+    Uses `FSDPParamGroup.post_backward`, torch 2.13.
     """
     for group in _fsdp_groups(module):
         group.post_backward = partial(_look_and_reduce, group, group.post_backward, look)
@@ -251,9 +252,7 @@ def _fsdp_groups(module: Any) -> list[Any]:
     return list(found.values())
 
 
-def _look_and_reduce(
-    group: Any, reduce: Callable[..., None], look: Callable[[list[tuple[Any, Any]]], None], *unused: Any
-) -> None:
+def _look_and_reduce(group: Any, reduce: Callable[..., None], look: Look, *unused: Any) -> None:
     trained = [each for each in group.fsdp_params if each.sharded_param.requires_grad]
     look([(each.sharded_param, getattr(each, "_unsharded_param", None)) for each in trained])
     reduce(*unused)

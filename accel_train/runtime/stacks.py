@@ -16,6 +16,8 @@ from accel_train.core.errors import CheckpointError, OutOfMemory, Preempted, Res
 from accel_train.core.work import current_work
 
 T = TypeVar("T")
+Done = Callable[[], tuple[int, int]]
+"""Function that returns the numbers of steps done and of batches evaluated."""
 
 LIBRARY = os.path.dirname(os.__file__)
 PREPARING = "preparing the run"
@@ -30,8 +32,7 @@ class Progress:
         self.idle_seconds = self.longest_idle_seconds = 0.0
         """Seconds since the last progress, and the longest such time between steps."""
         self.has_begun = False
-        self.done: Callable[[], tuple[int, int]] = lambda: (0, 0)
-        """Function that returns the numbers of steps done and of batches evaluated."""
+        self.done: Done = lambda: (0, 0)
         self.phase: Callable[[], str] = str
         """Function that returns the current phase of the loop: train, evaluate, save."""
         self.work = PREPARING
@@ -39,7 +40,7 @@ class Progress:
         self._first_step = 0
         self._last: object = None
 
-    def begin(self, done: Callable[[], tuple[int, int]], phase: Callable[[], str]) -> None:
+    def begin(self, done: Done, phase: Callable[[], str]) -> None:
         """Expect steps from now on."""
         self.idle_seconds, self._first_step = 0.0, done()[0]
         self.phase, self.done, self.has_begun = phase, done, True

@@ -34,7 +34,15 @@ from accel_train.runtime.heartbeat import (
 )
 from accel_train.runtime.launcher import allow_restart
 from accel_train.runtime.signals import BEFORE_THE_FIRST_STEP, INTERRUPTED_MESSAGE, StopRequest
-from accel_train.runtime.stacks import Progress, finish_writing, one_line, place_of_main_thread, within, write_stacks
+from accel_train.runtime.stacks import (
+    Done,
+    Progress,
+    finish_writing,
+    one_line,
+    place_of_main_thread,
+    within,
+    write_stacks,
+)
 
 TICK_SECONDS, HEARTBEAT_SECONDS = 0.5, 1.0
 GRACE_SECONDS = 1.5
@@ -90,7 +98,7 @@ class Watchdog:
         self._over = threading.Event()
         self._threads: list[threading.Thread] = []
 
-    def watch_steps(self, progress: Callable[[], tuple[int, int]], phase: Callable[[], str]) -> None:
+    def watch_steps(self, progress: Done, phase: Callable[[], str]) -> None:
         """Expect steps from now on: `progress` returns steps done and batches evaluated, `phase` the current phase."""
         self._watch_collectives()
         self._progress.begin(progress, phase)

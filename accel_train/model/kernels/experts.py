@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from accel_train.core.state import Choice
+from accel_train.core.state import Choice, Choices
 from accel_train.data.labels import IGNORED_LABEL
 from accel_train.model.kernels.global_loss import SummedParts, sums_dtype
 
@@ -191,7 +191,7 @@ ALIGNMENT_BYTES = 16
 """Rows of weights that `grouped_mm` multiplies are a multiple of this long."""
 
 
-def autocast_experts(model: nn.Module) -> dict[str, Choice[str]]:
+def autocast_experts(model: nn.Module) -> Choices:
     """Let the experts of a transformers model compute in the type of autocast; return the choice, if it has experts.
 
     transformers casts the input of `grouped_mm` to the type of its weights. That is fp32 on one GPU and under DDP, and

@@ -10,7 +10,7 @@ from torch import nn
 
 from accel_train.core.format import format_count
 from accel_train.core.hardware import cpu_flags
-from accel_train.core.state import Choice
+from accel_train.core.state import Choice, Choices
 from accel_train.model.kernels.nf4 import NF4_BYTES, Nf4Linear, Packed, pack, packed_layers
 from accel_train.recipe.schema import Recipe
 
@@ -44,7 +44,7 @@ def keep_frozen(
     read: Callable[[nn.Linear], None] | None = None,
     *,
     stays: bool = False,
-) -> dict[str, Choice[str]]:
+) -> Choices:
     """Convert the frozen matrices of a model to the chosen type, in place; return the choice with the number of
     weights.
 

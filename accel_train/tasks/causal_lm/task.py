@@ -19,7 +19,7 @@ from transformers import (
 
 from accel_train.core.errors import SettingError
 from accel_train.core.model_card import FOLDER, Use
-from accel_train.core.state import Choice, JsonRecord
+from accel_train.core.state import Choice, Choices, JsonRecord
 from accel_train.data.labels import IGNORED_LABEL
 from accel_train.data.text.corpus import Corpus, prepare_text
 from accel_train.data.text.tokenizers import named_tokenizer
@@ -80,7 +80,7 @@ class CausalLM(Task):
     whole_up_to = 0
     """Positions of the largest micro-batch so far whose loss used whole logits. Smaller micro-batches use them too."""
 
-    def prove(self, recipe: Recipe) -> dict[str, Choice[Any]]:
+    def prove(self, recipe: Recipe) -> Choices:
         """Probe the recipe's forward pass on a toy-size copy of its model (see `tasks/causal_lm/probe.py`).
 
         Raises:
@@ -167,7 +167,7 @@ class CausalLM(Task):
             self.global_loss.watch(model, router.value)
         return model
 
-    def choices(self, recipe: Recipe, model: nn.Module) -> dict[str, Choice[Any]]:
+    def choices(self, recipe: Recipe, model: nn.Module) -> Choices:
         """Return whether the loss is computed in chunks, how documents are masked, and the router coefficient.
 
         Raises:
@@ -184,7 +184,7 @@ class CausalLM(Task):
                 ("loss.logit_softcap",),
             )
         chunking = choose_chunking(recipe.loss.chunked, model, recipe.parallel.tp_size, self.spare_bytes)
-        choices: dict[str, Choice[Any]] = {"loss.chunked": chunking}
+        choices: Choices = {"loss.chunked": chunking}
         if isinstance(model, PreTrainedModel) and shares_windows(recipe, model.config):
             choices["document mask"] = describe_document_attention(recipe, model.config)
         router = router_choice(recipe, model)

@@ -17,7 +17,7 @@ from transformers import (
 
 from accel_train.core.errors import DataError, SettingError
 from accel_train.core.format import format_count
-from accel_train.core.state import Choice
+from accel_train.core.state import Choice, Choices
 from accel_train.data.images.first_format import first_repr
 from accel_train.data.images.images import evenly_spaced, text_digest
 from accel_train.data.images.labelled import ImageRows
@@ -120,7 +120,7 @@ print(found["labels"], found["scores"], found["boxes"])"""
         self.config, self.num_queries = model.config, losses.num_queries(model.config)
         return model
 
-    def choices(self, recipe: Recipe, model: nn.Module) -> dict[str, Choice[Any]]:
+    def choices(self, recipe: Recipe, model: nn.Module) -> Choices:
         """Return how the loss is divided."""
         return {"loss": Choice("set loss", "divided once by the boxes and queries of the global batch")}
 

@@ -15,7 +15,7 @@ from torch.nn.functional import normalize
 from transformers import PreTrainedConfig
 
 from accel_train.core.model_card import FOLDER, Use
-from accel_train.core.state import Choice, JsonRecord
+from accel_train.core.state import Choice, Choices, JsonRecord
 from accel_train.metrics.scores import pearson_correlation, spearman_correlation
 from accel_train.model.pretrained import value_of
 from accel_train.recipe.schema import Recipe
@@ -110,7 +110,7 @@ class SentenceEmbedding(EncoderTask):
             ),
         )
 
-    def choices(self, recipe: Recipe, model: nn.Module) -> dict[str, Choice[Any]]:
+    def choices(self, recipe: Recipe, model: nn.Module) -> Choices:
         """Return the loss and the pooling, with their reasons."""
         reason = "the negatives of a row are its own"
         if self.global_loss is not None:
