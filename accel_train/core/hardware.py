@@ -38,6 +38,8 @@ class Gpu:
     """Rate in one direction, to all GPUs of the node together."""
 
 
+# Peaks of chips that are sold under several names.
+_A100, _H100 = (312, 312, 156, 19.5), (989.4, 989.4, 494.7, 66.9)
 # Keys are words of torch.cuda.get_device_name; values are from vendor data sheets. If a sheet counts 2:4 sparsity, the
 # peak is half its figure. If a GeForce has two rates, the rate with fp32 accumulation counts. Sheets quote NVLink in
 # both directions; these rates are for one direction.
@@ -51,9 +53,9 @@ GPUS: Mapping[str, Gpu] = {
     "Quadro RTX 6000": Gpu((None, 130.5, None, 16.3)),
     "Quadro RTX 8000": Gpu((None, 130.5, None, 16.3)),
     "RTX 2080 Ti": Gpu((None, 53.8, None, 13.4)),
-    "A100": Gpu((312, 312, 156, 19.5), 79.1, 2039, "NVLink 3", 300),
-    "A100 40GB": Gpu((312, 312, 156, 19.5), 39.3, 1555, "NVLink 3", 300),
-    "A800": Gpu((312, 312, 156, 19.5), 79.1, 2039, "NVLink 3", 200),
+    "A100": Gpu(_A100, 79.1, 2039, "NVLink 3", 300),
+    "A100 40GB": Gpu(_A100, 39.3, 1555, "NVLink 3", 300),
+    "A800": Gpu(_A100, 79.1, 2039, "NVLink 3", 200),
     "A30": Gpu((165, 165, 82, 10.3), 23.5, 933, "PCIe 4", 32),
     "A10": Gpu((125, 125, 62.5, 31.2), 22.0, 600, "PCIe 4", 32),
     "A10G": Gpu((70, 70, 35, 31.5), 22.0, 600, "PCIe 4", 32),
@@ -74,14 +76,14 @@ GPUS: Mapping[str, Gpu] = {
     "RTX 5080": Gpu((112.6, 112.6, 56.3, 56.3)),
     "RTX 5090": Gpu((209.5, 209.5, 104.8, 104.8), 31.3, 1792, "PCIe 5", 64),
     # SXM; torch names it "NVIDIA H100 80GB HBM3".
-    "H100": Gpu((989.4, 989.4, 494.7, 66.9), 79.1, 3350, "NVLink 4", 450),
+    "H100": Gpu(_H100, 79.1, 3350, "NVLink 4", 450),
     "H100 PCIe": Gpu((756, 756, 378, 51), 79.1, 2000, "PCIe 5", 64),
     "H100 NVL": Gpu((835, 835, 417.5, 60), 93.0, 3900, "PCIe 5", 64),
-    "H800": Gpu((989.4, 989.4, 494.7, 66.9), 79.1, 3350, "NVLink 4, cut down", 200),
+    "H800": Gpu(_H100, 79.1, 3350, "NVLink 4, cut down", 200),
     "H20": Gpu((148, 148, 74, 44), 95.0, 4000, "NVLink 4", 450),
-    "H200": Gpu((989.4, 989.4, 494.7, 66.9), 139.8, 4800, "NVLink 4", 450),
+    "H200": Gpu(_H100, 139.8, 4800, "NVLink 4", 450),
     "H200 NVL": Gpu((835, 835, 417.5, 60), 139.8, 4800, "PCIe 5", 64),
-    "GH200": Gpu((989.4, 989.4, 494.7, 66.9), 94.5, 4000, "NVLink 4", 450),
+    "GH200": Gpu(_H100, 94.5, 4000, "NVLink 4", 450),
     "B200": Gpu((2250, 2250, 1125, 75), 178.3, 8000, "NVLink 5", 900),
     "GB200": Gpu((2500, 2500, 1250, 80), 184.0, 8000, "NVLink 5", 900),
     "B300": Gpu((2250, 2250, 1125, 75), 267.0, 8000, "NVLink 5", 900),
@@ -96,9 +98,8 @@ GPUS: Mapping[str, Gpu] = {
     "MI355X": Gpu((2516.6, 2516.6, None, 157.3), 287.9, 8000, "Infinity Fabric", 538),
 }
 FLOAT8_GPUS = (
-    *("L4", "L20", "L40", "L40S", "RTX 6000 Ada", "RTX 4080", "RTX 4090", "RTX 5080", "RTX 5090", "H100", "H100 PCIe",
-      "H100 NVL"),
-    *("H800", "H20", "H200", "H200 NVL", "GH200", "B200", "GB200", "B300", "GB300"),
+    "L4", "L20", "L40", "L40S", "RTX 6000 Ada", "RTX 4080", "RTX 4090", "RTX 5080", "RTX 5090", "H100", "H100 PCIe",
+    "H100 NVL", "H800", "H20", "H200", "H200 NVL", "GH200", "B200", "GB200", "B300", "GB300",
 )  # fmt: skip
 """GPUs that multiply float8 as torchao does: compute capability 8.9 and above."""
 # Words that mark a different chip, or a part of a chip, under an otherwise equal name.
@@ -152,8 +153,8 @@ def peak_flops(name: str, dtype: str) -> float | None:
     if dtype not in PEAK_DTYPES:
         raise ValueError(f"dtype={dtype!r} has no known peak. Give one of {', '.join(PEAK_DTYPES)}")
     gpu = find_gpu(name)
-    tflops = None if gpu is None else gpu.peak_tflops[PEAK_DTYPES.index(dtype)]
-    return None if tflops is None else tflops * 1e12
+    tflops = gpu.peak_tflops[PEAK_DTYPES.index(dtype)] if gpu else None
+    return tflops and tflops * 1e12
 
 
 @cache

@@ -33,10 +33,10 @@ FORMAT = 1
 DIGESTED_BYTES = 2**20
 RECIPE_FILE = "recipe.resolved.yaml"
 RUN_NAMES = (
-    *("model", "adapter", "summary.json", "evaluation.json", "examples.json", "report.html", "incidents"),
-    *(RECIPE_FILE, "metrics.jsonl", "events.jsonl", "launches.jsonl", "trackers.json", "rollbacks.json"),
-    *("checkpoints", ".lock", ".lock.holder", MARKER),
-)
+    "model", "adapter", "summary.json", "evaluation.json", "examples.json", "report.html", "incidents",
+    RECIPE_FILE, "metrics.jsonl", "events.jsonl", "launches.jsonl", "trackers.json", "rollbacks.json",
+    "checkpoints", ".lock", ".lock.holder", MARKER,
+)  # fmt: skip
 """Names that a run writes in its folder."""
 
 

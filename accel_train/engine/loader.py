@@ -239,8 +239,7 @@ def usable_cores(cgroup: Path = Path("/proc/self/cgroup"), root: Path = Path("/s
     group (https://docs.kernel.org/admin-guide/cgroup-v2.html). The smaller limit counts. A quota rounds down to whole
     cores, but to at least one.
     """
-    has_affinity = hasattr(os, "sched_getaffinity")
-    cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     reason = "in this process's affinity" if cores < (os.cpu_count() or 1) else "of this machine"
     with suppress(OSError):  # not Linux
         groups = [line.removeprefix("0::/") for line in cgroup.read_text().splitlines() if line.startswith("0::/")]

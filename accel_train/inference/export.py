@@ -82,11 +82,11 @@ print(found["labels"], found["scores"], found["boxes"])  # left, top, right, bot
 }
 """Lines that read an output of a graph, by its name."""
 _AS_EXPORTED = (
-    *("--precision.mixed_precision", "no", "--precision.tf32", "false"),
-    *("--model.attn_implementation", "auto", "--model.fused_kernels", "false"),
+    "--precision.mixed_precision", "no", "--precision.tf32", "false",
+    "--model.attn_implementation", "auto", "--model.fused_kernels", "false",
     # Scaled images may not fit the graph.
-    *("--evaluate.test_time_augmentation", "null"),
-)
+    "--evaluate.test_time_augmentation", "null",
+)  # fmt: skip
 """Settings of the run that is compared with its ONNX graph, in fp32."""
 
 

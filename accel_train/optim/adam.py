@@ -1,8 +1,9 @@
 """AdamW and Adam by torch's fused kernel, with less Python per step."""
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import accumulate, takewhile
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -162,8 +163,8 @@ class Bf16Adam(FusedAdam):
             steps = [state["step"], *(state["step"].clone() for _ in cuts[1:])]
             pieces += [(*cut, step) for cut, step in zip(cuts, steps, strict=True)]
         while pieces:
-            ends = accumulate(piece[0].numel() for piece in pieces)
-            count = max(1, sum(1 for _ in takewhile(lambda end: end <= PIECE, ends)))
+            ends = [*accumulate(piece[0].numel() for piece in pieces)]
+            count = max(1, bisect_right(ends, PIECE))
             yield pieces[:count]
             pieces = pieces[count:]
 

@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from accel_train.core.errors import SettingError
-from accel_train.core.state import Choice
+from accel_train.core.state import Choice, Choices
 from accel_train.recipe.schema import Recipe
 from accel_train.recipe.values import Origin, value_of
 from accel_train.recipe.writer import who_set
@@ -36,9 +36,9 @@ STARTED_BY = "ACCEL_TRAIN_STARTED_BY"
 PREFIXES = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")
 ACCELERATE = ("accelerate", "accelerate-launch", "accelerate.commands.launch", "accelerate.commands.accelerate_cli")
 LAUNCHERS = (
-    *(*ACCELERATE, "torchrun", "torch.distributed.run", "torch.distributed.launch", "accel_train.torchrun"),
-    *("deepspeed", "deepspeed.launcher.launch"),
-)
+    *ACCELERATE, "torchrun", "torch.distributed.run", "torch.distributed.launch", "accel_train.torchrun",
+    "deepspeed", "deepspeed.launcher.launch",
+)  # fmt: skip
 TRAINER = "hf-trainer"
 """Task of a recipe that `accel_train.Trainer` makes of its arguments."""
 _BY_RECIPE, _LEAVE_OUT = "how to train is for the recipe to say", "out of the launch's deepspeed_config"
@@ -263,7 +263,7 @@ def with_launch_environment(recipe: Recipe, environment: Mapping[str, str] | Non
     return recipe.model_copy(update=sections).with_origins({**recipe.origins(), **origins})
 
 
-def describe_launch(recipe: Recipe) -> dict[str, Choice[str]]:
+def describe_launch(recipe: Recipe) -> Choices:
     """Return the settings of a resolved recipe that the launch has set, and the variables without an effect."""
     obeyed: dict[str, str] = {}
     ignored: dict[str, str] = {}

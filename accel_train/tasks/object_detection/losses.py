@@ -13,7 +13,7 @@ it waits once, for the costs of all layers. The checks are left out, and nothing
 
 from collections.abc import Mapping
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -45,17 +45,6 @@ Layer = dict[str, Tensor]
 """Outputs of a decoder layer, named as the criteria of transformers read them."""
 
 
-class Counts(NamedTuple):
-    """Numbers that divide the terms of the loss, each 0-dim."""
-
-    images: Tensor
-    boxes: Tensor
-    matched: Tensor
-    """Boxes that have a query. An image with more boxes than queries has some without."""
-    unmatched: Tensor
-    """Queries without a box."""
-
-
 def model_refusal(config: PreTrainedConfig) -> str | None:
     """Return why the loss of a model type or configuration is refused, with the fix; None if it is proved."""
     kind = config.model_type
@@ -79,7 +68,10 @@ def num_queries(config: PreTrainedConfig) -> int:
 
 
 def count(class_ids: Tensor, queries: int) -> Tensor:
-    """Return the counts (4,) of a micro-batch, in the order of `Counts`, fp64 (fp32 on MPS). class_ids: (N, M)."""
+    """Return the counts (4,) of a micro-batch: images, boxes, boxes with a query, and other queries.
+
+    fp64 (fp32 on MPS). An image with more boxes than queries has boxes without one. class_ids: (N, M).
+    """
     per_image = (class_ids != IGNORED_LABEL).sum(1)
     matched = per_image.clamp(max=queries).sum()
     images = torch.full_like(matched, len(class_ids))
@@ -199,17 +191,17 @@ class Terms:
         self, logits: Tensor, boxes: Tensor, classes: Any, coords: Any, further: Mapping[str, Any]
     ) -> list[Layer]:
         """Return the outputs to compute the loss of, as transformers chooses them. Without denoising queries."""
+        last = {"logits": logits, "pred_boxes": boxes}
         if self.config.model_type not in REAL_TIME:
-            others = _set_aux_loss(classes, coords) if self.config.auxiliary_loss else []
-            return [{"logits": logits, "pred_boxes": boxes}, *others]
+            return [last, *(_set_aux_loss(classes, coords) if self.config.auxiliary_loss else [])]
         first = all_layers([further["enc_topk_logits"]], [further["enc_topk_bboxes"]])
         earlier = [each[:, :-1].transpose(0, 1) for each in (classes, coords)]
         if self.config.model_type != "d_fine":
-            return [{"logits": logits, "pred_boxes": boxes}, *all_layers(*earlier), *first]
+            return [last, *all_layers(*earlier), *first]
         corners, points = further["predicted_corners"], further["initial_reference_points"]
         own = [each[:, :-1].transpose(0, 1) for each in (corners, points)]
         found = [
-            {"logits": logits, "pred_boxes": boxes},
+            last,
             *_set_aux_loss2(*earlier, *own, corners[:, -1], classes[:, -1]),
             *first,
         ]
