@@ -204,6 +204,16 @@ class Table:
         """Return the names of the columns as a list in text."""
         return ", ".join(self.columns)
 
+    @property
+    def found(self) -> tuple[str, ...]:
+        """Return the names of all columns, with those that only some rows have."""
+        return (*self.columns, *self.partial)
+
+    @property
+    def strings(self) -> list[Column]:
+        """Return the columns of strings."""
+        return [column for column in self.columns.values() if column.is_strings]
+
 
 def objects(cell: object) -> list[Mapping[str, Any]]:
     """Return the objects in a list."""

@@ -93,7 +93,7 @@ def recognise_table(asked: Asked, path: Path, held_out: Path | None) -> Found:
         for name, where in table.partial.items()
         if name not in read
     ]
-    others = [repr(name) for name in (*table.columns, *table.partial) if name not in read]
+    others = [repr(name) for name in table.found if name not in read]
     unused = [f"{'column' if len(others) == 1 else 'columns'} {listed(others)}"] if others else []
     if found.num_dropped:
         unused.append(f"{format_count(found.num_dropped, 'row')} without a label")
@@ -159,7 +159,7 @@ def _chats(asked: Asked, table: Table) -> Found | None:
         )
     texts = (str(each.get("content") or each.get("value")) for cell in column.cells for each in cell or ())
     refuse_media(asked, table, {"messages_column": column.name}, texts)
-    others = [name for name in (*table.columns, *table.partial) if name in _FURTHER_OF_CHATS]
+    others = [name for name in table.found if name in _FURTHER_OF_CHATS]
     if others and "data.messages_column" not in asked.given:
         raise ValueError(
             f"{table.path}: column {column.name!r} holds chats, and the model would not see {', '.join(others)}. "
@@ -167,7 +167,7 @@ def _chats(asked: Asked, table: Table) -> Found | None:
             f"--data.messages_column {column.name}"
         )
     tools = asked.data.tools_column
-    if "data.tools_column" not in asked.given and "tools" in (*table.columns, *table.partial):
+    if "data.tools_column" not in asked.given and "tools" in table.found:
         tools = "tools"
     if tools is not None and tools not in table:
         raise ValueError(
@@ -261,8 +261,7 @@ def _pairs(asked: Asked, table: Table) -> Found | None:
 
 def _plain_text(asked: Asked, table: Table) -> Found | None:
     """Return the facts of a table with one text column and no label, for a language model, or None."""
-    texts = [column for column in table.columns.values() if column.is_strings]
-    is_alone = len(table.columns) == len(texts) == 1 and not asked.label and not table.partial
+    is_alone = len(table.columns) == len(table.strings) == 1 and not asked.label and not table.partial
     if asked.task != "causal-lm" and not (asked.task is None and is_alone):
         return None
     column, why = _text_of(asked, table, ())

@@ -279,7 +279,7 @@ def _questions(asked: Asked, table: Table) -> tuple[str, ...] | None:
 
 
 def _pair(asked: Asked, table: Table) -> tuple[str, ...] | None:
-    strings = [name for name, column in table.columns.items() if column.is_strings]
+    strings = [column.name for column in table.strings]
     languages = tuple(name for name in strings if name.lower() in LANGUAGES)
     own = (asked.data.source_column, asked.data.target_column)
     pairs = [pair for pair in (own, *PAIRS, languages) if len(pair) == 2 and set(pair) <= set(strings)]

@@ -74,11 +74,11 @@ def recognise_label(asked: Asked, table: Table, *used: str, is_text: bool = True
     kept = [row for row, cell in enumerate(column.cells) if not (drops and is_missing(cell))]
     dropped = len(column.cells) - len(kept)
     column = Column(column.name, tuple(column.cells[row] for row in kept))
-    wheres = [table.wheres[row] for row in kept]
+    where = [table.wheres[row] for row in kept].__getitem__
     first = _with_names(asked, table, column, settings)
     scheme = label_scheme(
         column.cells,
-        wheres.__getitem__,
+        where,
         column=column.name,
         problem_type=asked.problem_type,
         label_names=settings["data.label_names"].value if "data.label_names" in settings else asked.data.label_names,
@@ -86,7 +86,7 @@ def recognise_label(asked: Asked, table: Table, *used: str, is_text: bool = True
         first_id=first,
         may_drop=is_text,
     )
-    encoded = scheme.encode(column.cells, wheres.__getitem__)
+    encoded = scheme.encode(column.cells, where)
     if scheme.problem_type == "regression":
         if asked.problem_type == "auto":
             settings["model.problem_type"] = Choice("regression", scheme.reason)
@@ -134,9 +134,9 @@ def _binary_labels(asked: Asked, table: Table, columns: Sequence[Column], why: s
     kept = [
         row for row, cells in enumerate(rows) if asked.data.missing_labels == "error" or not any(map(is_missing, cells))
     ]
-    cells, wheres = [rows[row] for row in kept], [table.wheres[row] for row in kept]
-    scheme = columns_scheme(cells, wheres.__getitem__, names)
-    encoded = scheme.encode(cells, wheres.__getitem__)
+    cells, where = [rows[row] for row in kept], [table.wheres[row] for row in kept].__getitem__
+    scheme = columns_scheme(cells, where, names)
+    encoded = scheme.encode(cells, where)
     if kept and (encoded.sum(1) == 1).all():
         why += "; every row has exactly one 1: a column of class names would train a model that chooses one"
     counts = dict(zip(names, map(int, encoded.sum(0))))

@@ -126,7 +126,7 @@ def refuse_media(asked: Asked, table: Table, answers: Mapping[str, str], texts: 
     """
     if {f"data.{setting}" for setting in answers} & asked.given:
         return
-    media = [name for name in (*table.columns, *table.partial) if not _MEDIA.isdisjoint(words_of(name))]
+    media = [name for name in table.found if not _MEDIA.isdisjoint(words_of(name))]
     names = [name for name in media if name in table.partial or any(table[name].cells)]
     places = [found[0] for text in texts if (found := _PLACE.search(text))]
     if names or 2 * len(places) > len(table.wheres):
@@ -143,8 +143,7 @@ def refuse_lists_as_text(table: Table) -> None:
     Raises:
         ValueError: they are. The message says how to write them.
     """
-    strings = [column for column in table.columns.values() if column.is_strings]
-    lists = [column.name for column in strings if all(map(_LIST.fullmatch, column.cells))]
+    lists = [column.name for column in table.strings if all(map(_LIST.fullmatch, column.cells))]
     meant = [name for name in lists if name.lower() in _WORDS or table[name].has_chat_name]
     if meant:
         raise ValueError(
@@ -159,12 +158,11 @@ def refuse_words_by_row(table: Table) -> None:
     Raises:
         ValueError: it is. The message says how to write sentences.
     """
-    strings = [column for column in table.columns.values() if column.is_strings]
     tags = next(
-        (column for column in strings if all(map(TAG.fullmatch, column.cells)) and len({*column.cells}) > 2), None
+        (column for column in table.strings if all(map(TAG.fullmatch, column.cells)) and len({*column.cells}) > 2), None
     )
-    words = [column for column in strings if column is not tags and column.mean_words < _WORDS_OF_A_TOKEN]
-    if tags is not None and words and not any(column.is_text for column in strings):
+    words = [column for column in table.strings if column is not tags and column.mean_words < _WORDS_OF_A_TOKEN]
+    if tags is not None and words and not any(column.is_text for column in table.strings):
         raise ValueError(
             f"{table.path}: each row is a word with its tag (column {tags.name!r}). Write a row for each sentence, "
             "with lists of its words and tags (.jsonl), or a line for each word and a blank line after each sentence "
