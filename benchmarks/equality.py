@@ -33,6 +33,7 @@ from accel_train.observe.run_folder import read_metrics
 from accel_train.recipe.optimizer import Optimizer
 from accel_train.recipe.schema import Recipe
 from accel_train.recipe.tasks import TASKS as BUILT_IN
+from accel_train.training.train import train
 from benchmarks import doubled, families
 
 MOST_BYTES, VOCABULARY = 255, 320
@@ -266,7 +267,7 @@ def _loaded(layout: Layout, plain: Layout, one: Processes, several: Processes, f
     if failure is not None:
         return failed(failure, layout.processes, alone=True)
     changed = layout.recipe.model_copy(update={"output_dir": str(output)})
-    failure = several.call(partial(equality.train_toy, changed, finish=True))
+    failure = several.call(partial(train, changed))
     failure = failure or one.call(partial(load_and_save, output, layout.recipe.task))
     if failure is not None:
         return failed(failure, layout.processes)

@@ -362,19 +362,15 @@ def _with_toy_model(recipe: Recipe, toy: Recipe) -> Recipe:
     return found[-1]
 
 
-def train_toy(recipe: Recipe, *, finish: bool = False, rounding: int | None = None) -> None:
-    """Train a recipe on this process and the others, without its final evaluation unless `finish`.
+def train_toy(recipe: Recipe, *, rounding: int | None = None) -> None:
+    """Train a recipe on this process and the others, without its final evaluation.
 
     `rounding` is the seed of a change of each initial weight by its last bit.
     """
     from accel_train.runtime.signals import StopRequest
     from accel_train.training.loop import run_steps
     from accel_train.training.setup import prepare_run
-    from accel_train.training.train import train
 
-    if finish:
-        train(recipe)
-        return
     with StopRequest() as stop:
         run = prepare_run(recipe, stop=stop)
         if rounding is not None:

@@ -57,7 +57,7 @@ class Processes:
             process.join()
         self._started = []
 
-    def call(self, function: Callable[[], None], seconds: float = SECONDS) -> Failure | None:
+    def call(self, function: Callable[[], object], seconds: float = SECONDS) -> Failure | None:
         """Run a function on all processes, and return the first failure, or None."""
         if not self._started:
             self._start()

@@ -17,12 +17,14 @@ from filelock import FileLock
 from accel_train.cli.main import main
 from accel_train.core.json_io import read_json
 from accel_train.experiments.sweep import sweep as sweep_module
-from accel_train.experiments.sweep.sweep import EVERY, Row, Selection, combine, describe_rows, inputs_digest
+from accel_train.experiments.sweep.sweep import Row, Selection, combine, describe_rows, inputs_digest
 from accel_train.experiments.sweep.values import Outcome, draws, grid, propose, read_space, split_values
 from accel_train.observe.run_folder import read_events
 from accel_train.recipe.schema import Recipe
 from accel_train.runtime.signals import StopRequest
 from tests.support.runs import environment, recipe_dict, write_corpus, write_recipe_file
+
+EVERY = Selection()
 
 
 def test_commas_within_brackets_and_quotation_marks_do_not_split() -> None:

@@ -77,9 +77,6 @@ class Selection(NamedTuple):
     draw_seed: int = 0
 
 
-EVERY = Selection()
-
-
 class Row(NamedTuple):
     """A run in the table: its combination without the seed, and its metric. A missing value is None."""
 
@@ -93,7 +90,7 @@ class Row(NamedTuple):
 def sweep(
     path: str,
     settings: Sequence[str],
-    selection: Selection = EVERY,
+    selection: Selection,
     *,
     processes: int | None = None,
     say: Callable[[str], None],
