@@ -260,9 +260,12 @@ def test_data_prints_every_part(tmp_path: Path) -> None:
         "resume_samples": 1000,
         "resume_batches": 20,
         "rounds": 2,
+        "encoded_bytes": 200_000,
+        "encode_rounds": 1,
     }
     rows, saved = measured("data", tmp_path, "--sizes", json.dumps(sizes))
-    assert {row["part"] for row in rows} == {"tokenise", "read", "order", "first batch"}
+    assert {row["part"] for row in rows} == {"tokenise", "encode", "read", "order", "first batch"}
+    assert {row["what"].rpartition(": ")[2] for row in rows if row["part"] == "encode"} == {"1", str(os.cpu_count())}
     for row in rows:
         assert float(row["median (least to most)"].split(" (")[0].replace(",", "")) > 0
     assert sum(row["bar"] != "-" for row in rows) == 2
