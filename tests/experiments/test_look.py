@@ -17,6 +17,8 @@ from torch import Tensor, nn
 
 from accel_train.checkpoint.run_recipe import named_recipe
 from accel_train.cli.main import main
+from accel_train.experiments.look import look as look_module
+from accel_train.experiments.look import units
 from accel_train.experiments.look.checks import KINDS, STOPS
 from accel_train.experiments.look.look import Look, look_at
 from accel_train.experiments.look.units import near_pairs
@@ -343,16 +345,16 @@ def test_near_pairs_share_four_of_five_groups_of_words(tmp_path: Path) -> None:
         texts.extend(row["text"] for row in [*train, *held])
 
     look = of_texts(tmp_path, plant)
-    units = [*look.train, *look.held]
+    read = [*look.train, *look.held]
     shares = {
         (later, earlier): len(grams(texts[later]) & grams(texts[earlier]))
         / len(grams(texts[later]) | grams(texts[earlier]))
-        for later in range(320, len(units))
+        for later in range(320, len(read))
         for earlier in (later - 1,)
     }
     near = {pair for pair, share in shares.items() if share > 0.85}
     assert len(near) == 60
-    assert set(near_pairs(units)) == near
+    assert set(near_pairs(read)) == near
 
 
 def test_the_command_writes_its_page_and_fails_if_a_batch_would_teach_nothing(
@@ -373,6 +375,14 @@ def test_the_command_writes_its_page_and_fails_if_a_batch_would_teach_nothing(
     assert result["findings"][0]["sentence"] in page
     assert page.count("data:image/png;base64,") == 8
     assert not re.findall(r"(?:src|href)=\"(?!data:)", page)
+
+
+def test_a_sample_of_many_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (units, look_module):
+        monkeypatch.setattr(module, "MOST_TEXTS", 40)
+    look = of_texts(tmp_path, lambda train, held, data: None)
+    assert (len(look.train), len(look.held)) == (40, 40)
+    assert "40 of 320 training and 40 evaluation samples were read" in look.lead
 
 
 def test_a_page_of_the_user_is_not_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

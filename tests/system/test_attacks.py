@@ -461,7 +461,7 @@ def test_code_beside_a_strangers_recipe_runs_by_consent_on_the_command_line_only
         recipe = tmp_path / "stranger_a" / "recipe.yaml"
         write_yaml(recipe, recipe_dict(tmp_path, **sections))
     monkeypatch.setattr(sys, "path", [*sys.path, ""])
-    for words in (["plan"], ["prepare"], ["find-lr"], ["run"], ["rehearse"], ["sweep"]):
+    for words in (["plan"], ["data"], ["prepare"], ["find-lr"], ["run"], ["rehearse"], ["sweep"]):
         more = ["--seed", "0,1"] if words == ["sweep"] else []
         call(*words, recipe, *more, code=2, named=f"--{named} {_value(named, name)}")
         assert not (tmp_path / "canary").exists(), words

@@ -19,7 +19,7 @@ from accel_train.data.order import DataOrder
 from accel_train.data.samples import Drawn, SeededReads, fetch
 from accel_train.engine.resolve import check_recipe, resolve_run
 from accel_train.experiments.look.checks import MOST_FILES, Finding, Step, find
-from accel_train.experiments.look.units import Unit, read_units
+from accel_train.experiments.look.units import MOST_IMAGES, MOST_TEXTS, Unit, read_units
 from accel_train.plan.place import count_processes
 from accel_train.recipe.schema import Recipe
 from accel_train.report.watch import sparkline
@@ -37,7 +37,7 @@ _MOST_LINES = 12
 
 @dataclass(frozen=True)
 class Look:
-    """What a run will read, and what is wrong with it."""
+    """The data of a recipe as a run will read them, and the findings about them."""
 
     recipe: Recipe
     data: TaskData
@@ -90,8 +90,9 @@ class Look:
     @property
     def lead(self) -> str:
         """Return what was read, as a sentence."""
-        name = self.data.facts.sources or self.recipe.task
-        return f"{name}: {len(self.train):,} training and {len(self.held):,} evaluation samples were read"
+        name, total = self.data.facts.sources or self.recipe.task, len(self.data.train)  # type: ignore[arg-type]
+        of = f" of {total:,}" if len(self.train) in (MOST_IMAGES, MOST_TEXTS) else ""
+        return f"{name}: {len(self.train):,}{of} training and {len(self.held):,} evaluation samples were read"
 
 
 def look_at(recipe: Recipe, *, progress: bool = False) -> Look:
