@@ -16,6 +16,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from accel_train.data.text import corpus, fast_ids
 from accel_train.data.text.corpus import prepare_text
+from accel_train.data.text.documents import cut_text
 from accel_train.data.text.fast_ids import faster_encoder
 from accel_train.data.text.tokenizers import SEPARATOR, TextTokenizer, prepare_tokenizer, train_bpe
 from accel_train.recipe.schema import Recipe
