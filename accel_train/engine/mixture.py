@@ -16,6 +16,7 @@ from accel_train.core.format import format_count
 from accel_train.core.state import JsonRecord
 from accel_train.data.order import DataOrder
 from accel_train.data.samples import fetch
+from accel_train.data.text.rows_cache import Rows
 from accel_train.engine.mixed_order import MixedOrder, MixedSource
 from accel_train.recipe.data import Data
 from accel_train.recipe.schema import Recipe
@@ -32,7 +33,8 @@ def mixed_order(recipe: Recipe, data: TaskData, global_batch_size: int, max_step
     Raises:
         SettingError: the sources of the samples are unknown, a source is empty, or all end before the run does.
     """
-    section, samples_of = recipe.data, data.samples_of or _samples_by_place(recipe, data)
+    section, num_samples = recipe.data, len(data.train)  # type: ignore[arg-type]
+    samples_of = data.samples_of or ([range(num_samples)] if len(section.mixture) == 1 else _by_place(recipe, data))
     sources = tuple(
         MixedSource(each.title, samples, each.weights, each.max_epochs)
         for each, samples in zip(section.mixture, samples_of, strict=True)
@@ -55,16 +57,18 @@ def mixed_order(recipe: Recipe, data: TaskData, global_batch_size: int, max_step
     return order
 
 
-def _samples_by_place(recipe: Recipe, data: TaskData) -> list[NDArray[np.int64]]:
+def _by_place(recipe: Recipe, data: TaskData) -> list[NDArray[np.int64]]:
     """Return the training samples of each source by the file, folder, or data set that each sample is from."""
     rows = getattr(getattr(data.source, "rows", None), "train", None) or ()
     num_samples = len(data.train)  # type: ignore[arg-type]
-    where = data.where or (lambda index: str(rows[index].where))
     if data.where is None and len(rows) != num_samples:
         problem = f"task {recipe.task} does not say which source a sample is from"
         raise SettingError(problem, "Leave the weights out", _AT, (_AT,))
-    number_of = _finder(recipe.data)
-    numbers = np.fromiter((number_of(where(index)) for index in range(num_samples)), np.int64, num_samples)
+    if data.where is not None:
+        places = map(data.where, range(num_samples))
+    else:
+        places = map(str, rows.column("where") if isinstance(rows, Rows) else (row.where for row in rows))
+    numbers = np.fromiter(map(_finder(recipe.data), places), np.int64, num_samples)
     return [np.flatnonzero(numbers == number) for number in range(len(recipe.data.mixture))]
 
 

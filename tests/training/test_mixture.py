@@ -19,9 +19,11 @@ from accel_train.plan.plan import resolve_plan
 from accel_train.recipe.loader import Recipe
 from accel_train.report.charts import describe_charts
 from accel_train.report.run import load_run
+from accel_train.task import load_task
 from tests.support.every_task import CASES, recipe_of
 from tests.support.processes import run_forked
 from tests.support.runs import (
+    TINY_MODEL,
     Settings,
     event_steps,
     metrics,
@@ -52,7 +54,8 @@ def write_sources(folder: Path) -> list[Settings]:
 
 
 def mixture(folder: Path, **sections: Any) -> Settings:
-    data = {"train": write_sources(folder), "sequence_length": LENGTH, **sections.pop("data", {})}
+    data = {"sequence_length": LENGTH, **sections.pop("data", {})}
+    data["train"] = data.get("train") or write_sources(folder)
     sections = {"batch": {"global_batch_size": BATCH}, "schedule": {"max_steps": STEPS}, **sections}
     return recipe_dict(folder, data=data, **sections)
 
@@ -267,3 +270,34 @@ def test_token_files_are_mixed_where_they_lie_and_need_evaluation_data_of_their_
     assert not [*Path(recipe["data"]["cache_dir"]).rglob("*.bin")]
     train(recipe)
     assert [metrics(tmp_path / "run")[-1][f"{name}/tokens"] for name in sizes] == [36 * LENGTH, 12 * LENGTH]
+
+
+@pytest.mark.parametrize("packs", [True, False])
+def test_packed_rows_of_a_mixture_are_of_one_source_each(tmp_path: Path, packs: bool) -> None:
+    generator = random.Random(3)
+    for name in ("web", "code"):
+        texts = ["".join(generator.choices(LETTERS[name], k=generator.randrange(3, 14))) for _ in range(120)]
+        rows = [{"prompt": text[:2], "completion": text[2:]} for text in texts]
+        write_rows(str(tmp_path / f"{name}.jsonl"), rows)
+    sources = [
+        {"source": str(tmp_path / f"{name}.jsonl"), "weight": weight} for name, weight in (("web", 1), ("code", 2))
+    ]
+    attention = {} if packs else {"attn_implementation": "eager"}
+    recipe = mixture(
+        tmp_path, task="causal-lm", data={"train": sources, "format": "prompt_completion"}, schedule={"max_steps": 4},
+        model={"config": dict(TINY_MODEL), **attention},
+    )  # fmt: skip
+    task = load_task("causal-lm")
+    data: Any = task.load_data(check_recipe(Recipe.model_validate(recipe))[0], progress=False)
+    assert [len(each) for each in data.samples_of] == [len(each) for each in data.train.datasets]
+    assert (data.facts.num_train < data.facts.others["num_train_rows"]) == packs
+    for samples, letters in zip(data.samples_of, (LETTERS["web"], LETTERS["code"]), strict=True):
+        inputs = {int(token) for index in samples for token in data.train[index][0][data.train[index][3] >= 0]}
+        assert inputs <= {*letters.encode(), 256, 257, 258}
+    train(recipe)
+    line = metrics(tmp_path / "run")[-1]
+    assert [line[f"{name}/samples" if f"{name}/samples" in line else f"{name}/tokens"] for name in ("web", "code")] == [
+        16 * LENGTH,
+        32 * LENGTH,
+    ]
+    assert {"web/loss", "code/loss"} <= line.keys()

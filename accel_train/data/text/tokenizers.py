@@ -116,14 +116,20 @@ def encode_bytes(texts: Sequence[str]) -> list[TokenIds]:
     return [np.frombuffer(text.encode(), dtype=np.uint8) for text in texts]
 
 
+class KeptBPE(str):
+    """A trained BPE as JSON. It takes the place of its training texts."""
+
+
 def train_bpe(texts: Iterable[str], vocab_size: int) -> "PreTrainedTokenizerFast":
-    """Return a byte-level BPE (as in GPT-2) trained on texts. The separator is token 0.
+    """Return a byte-level BPE (as in GPT-2) trained on texts, or a kept BPE. The separator is token 0.
 
     Equal texts give equal tokenizers. A small corpus may support fewer than `vocab_size` tokens.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     use_rust_threads()
+    if isinstance(texts, KeptBPE):
+        return _wrap(Tokenizer.from_str(texts))
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     backend.decoder = decoders.ByteLevel()

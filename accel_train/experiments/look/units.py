@@ -119,10 +119,9 @@ def _rows(samples: Any, tokenizer: Any) -> list[Row] | None:
     found = stream.datasets if isinstance(stream, ConcatDataset) else [stream]
     if streams := [each for each in found if isinstance(each, WindowDataset)]:
         return [row for each in streams for row in _documents(each, tokenizer, MOST_TOKENS // len(streams))]
-    if not hasattr(samples, "rows"):
-        return None
-    spans = [slice(*each) for each in pairwise(samples.rows.starts)]
-    return [Row(samples.rows.tokens[span], samples.rows.is_target[span]) for span in spans]
+    packed = [each.rows for each in found if hasattr(each, "rows")]
+    spans = [(rows, slice(*each)) for rows in packed for each in pairwise(rows.starts)]
+    return [Row(rows.tokens[span], rows.is_target[span]) for rows, span in spans] if packed else None
 
 
 def _documents(stream: WindowDataset, tokenizer: Any, most_tokens: int) -> list[Row]:

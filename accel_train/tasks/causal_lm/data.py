@@ -2,7 +2,9 @@
 
 import hashlib
 import json
+import time
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -14,7 +16,8 @@ from accel_train.data.sources import Source, describe
 from accel_train.data.tables import Row, check_text, column_names, read_rows, resolve_both, show_cell, text_cell
 from accel_train.data.text.corpus import Corpus
 from accel_train.data.text.documents import divide_rows
-from accel_train.data.text.tokenizers import prepare_tokenizer, pretrained_tokenizer, train_bpe
+from accel_train.data.text.rows_cache import Values, bpe_of, contents_of, open_rows
+from accel_train.data.text.tokenizers import KeptBPE, TextTokenizer, prepare_tokenizer, pretrained_tokenizer, train_bpe
 from accel_train.data.text.tokens import Tokens, joined
 from accel_train.recipe.data import Data, TrainedTokenizer
 from accel_train.recipe.schema import Recipe
@@ -41,7 +44,40 @@ def prepare_rows(recipe: Recipe, *, progress: bool) -> RowCorpus:
     Raises:
         ValueError: a source, row, tokenizer or chat template is wrong, or no training row is left.
     """
-    data = CausalLMData.of(recipe.data)
+    data, spec = CausalLMData.of(recipe.data), recipe.tokenizer_in_use
+    keep = open_rows(data, progress)
+    name = "bytes" if isinstance(spec, TrainedTokenizer) else spec
+    tokenizer = pretrained_tokenizer(name, trust_remote_code=recipe.model.trust_remote_code)
+    template = encoding.chat_template(tokenizer.tokenizer, data) if data.format == "chat" else ""
+    today = time.strftime("%x") if "strftime_now" in template else ""
+    kept = keep(
+        [contents_of(tokenizer.tokenizer), spec, template, today], lambda: _encoded(recipe, tokenizer, progress), tuple
+    )
+    if isinstance(spec, TrainedTokenizer):
+        tokenizer = _trained(kept, spec)
+    if template:
+        # Saved with the tokenizer, so that others can chat with the model. So is the truncation, which encoding sets.
+        tokenizer.tokenizer.chat_template = template
+        tokenizer.tokenizer("")
+
+    def rows_of(side: str, count: int) -> Any:
+        parts = ([kept[f"{side}_{number}_{each.name}"] for each in fields(TokenRows)] for number in range(count))
+        return joined([TokenRows(*part) for part in parts])
+
+    evaluation = rows_of("eval", max(1, len(data.eval_sets)))
+    return Corpus(
+        train=rows_of("train", max(1, len(data.mixture))),
+        eval=evaluation if len(evaluation) else None,
+        tokenizer=tokenizer.tokenizer,
+        vocab_size=tokenizer.vocab_size,
+        separator_id=tokenizer.separator_id,
+        fingerprint=kept["fingerprint"],
+        facts=Facts(**kept["facts"]),
+    )
+
+
+def _encoded(recipe: Recipe, tokenizer: TextTokenizer, progress: bool) -> Values:
+    data, spec = CausalLMData.of(recipe.data), recipe.tokenizer_in_use
     sources, eval_sources, notes = resolve_both(data)
     rows = _read(sources, data, data.train_key, progress)
     unread = [name for name in column_names(sources[0], data) if name in _MEANINGFUL and name not in columns_of(data)]
@@ -51,47 +87,57 @@ def prepare_rows(recipe: Recipe, *, progress: bool) -> RowCorpus:
     else:
         rows, others = _hold_out(rows, data, notes)
         held_out = [others]
-    spec = recipe.tokenizer_in_use
+    bpe: Values = {}
     if isinstance(spec, TrainedTokenizer):
-        tokenizer = prepare_tokenizer(train_bpe(texts_of(rows), spec.train_bpe.vocab_size))
-    else:
-        tokenizer = pretrained_tokenizer(spec, trust_remote_code=recipe.model.trust_remote_code)
+        bpe = bpe_of(texts_of(rows), spec)
+        tokenizer = _trained(bpe, spec)
     warnings = encoding.Warnings(list)
     encode = (encoding.chat_encoder if data.format == "chat" else encoding.completion_encoder)(
         tokenizer, data, warnings
     )
-    train = _encode(rows, encode, data.train_key, data.sequence_length, notes, progress)
+    # The windows of a mixture are of one source each.
+    parts = [rows]
+    if data.mixture:
+        parts = [[row for row in rows if row.source == number] for number in range(len(sources))]
+    trained = [_encode(part, encode, data.train_key, data.sequence_length, notes, progress) for part in parts]
+    targets = np.concatenate([each.targets for each in trained])
     sets = [_encode(each, encode, "data.eval", data.sequence_length, notes, progress) for each in held_out]
     evaluated = np.concatenate([each.targets for each in sets])
-    if not len(train):
+    if not len(targets):
         raise ValueError(
             f"no training row keeps a target: all {len(rows):,} are longer than data.sequence_length="
             f"{data.sequence_length} tokens before their completion begins; raise it"
         )
-    return Corpus(
-        train=train,
-        eval=joined(sets) if len(evaluated) else None,
-        tokenizer=tokenizer.tokenizer,
-        vocab_size=tokenizer.vocab_size,
-        separator_id=tokenizer.separator_id,
-        fingerprint=_fingerprint(train, *sets),
-        facts=Facts(
-            sources=describe(sources, eval_sources),
-            train_targets=len(train.targets),
-            unigram_perplexity=_unigram_perplexity(train.targets, evaluated, tokenizer.vocab_size),
-            others={
-                "num_train_rows": len(train),
+    return {
+        **bpe,
+        **{
+            f"{side}_{number}_{name}": array
+            for side, parts in (("train", trained), ("eval", sets))
+            for number, part in enumerate(parts)
+            for name, array in vars(part).items()
+        },
+        "fingerprint": _fingerprint(*trained, *sets),
+        "facts": {
+            "sources": describe(sources, eval_sources),
+            "train_targets": len(targets),
+            "unigram_perplexity": _unigram_perplexity(targets, evaluated, tokenizer.vocab_size),
+            "others": {
+                "num_train_rows": sum(map(len, trained)),
                 "num_eval_rows": sum(map(len, sets)),
                 "eval_targets": len(evaluated),
             },
-            notes=[*notes, *(said.format(first=at[0], count=f"{len(at):,}") for said, at in warnings.items())],
-        ),
-    )
+            "notes": [*notes, *(said.format(first=at[0], count=f"{len(at):,}") for said, at in warnings.items())],
+        },
+    }
+
+
+def _trained(values: Values, spec: TrainedTokenizer) -> TextTokenizer:
+    return prepare_tokenizer(train_bpe(KeptBPE(values["bpe"]), spec.train_bpe.vocab_size))
 
 
 def _read(sources: Sequence[Source], data: CausalLMData, key: str, progress: bool) -> list[Example]:
-    rows = (row for source in sources for row in read_rows(source, columns_of(data), data))
-    examples = [check_row(row, data) for row in _bar(rows, "reading rows", progress)]
+    rows = ((number, row) for number, each in enumerate(sources) for row in read_rows(each, columns_of(data), data))
+    examples = [check_row(row, data)._replace(source=source) for source, row in _bar(rows, "reading rows", progress)]
     if not examples:
         raise ValueError(f"{key} holds no rows: {describe(sources)}")
     return examples

@@ -35,6 +35,8 @@ class Example(NamedTuple):
     parts: tuple[str, str] | Messages
     where: str
     tools: Sequence[JsonRecord] = ()
+    source: int = 0
+    """Number of its source in `data.train`."""
 
 
 class Encoded(NamedTuple):

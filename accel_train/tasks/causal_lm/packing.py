@@ -14,7 +14,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig
 from accel_train.core.format import format_count
 from accel_train.core.state import Choice
 from accel_train.data.labels import IGNORED_LABEL
-from accel_train.data.text.tokens import document_lengths, joined, parts_of
+from accel_train.data.text.tokens import document_lengths, joined, parts_of, samples_of
 from accel_train.model.kernels.attention import CAUSAL_SDPA, choose_attention
 from accel_train.recipe.schema import Recipe
 from accel_train.task import Collated, TaskData
@@ -160,19 +160,22 @@ def rows_as_samples(recipe: Recipe, corpus: "RowCorpus", config: PreTrainedConfi
         rows_of = pack(rows.lengths, length) if packed.value else list(np.arange(len(rows))[:, None])
         return PackedRows(rows, rows_of, sequence_length=length, padding_id=corpus.separator_id)
 
-    train, held_out = windows(corpus.train), joined([*map(windows, parts_of(corpus.eval))])
+    parts, held_out = [*map(windows, parts_of(corpus.train))], joined([*map(windows, parts_of(corpus.eval))])
+    train, num_rows = joined(parts), sum(len(each.rows) for each in parts)
     multiple = None if packed.value else data.pad_to_multiple_of
-    num_positions = len(train) * length if packed.value else int(train.rows.lengths.sum())
+    num_read = sum(int(each.rows.lengths.sum()) for each in parts)
+    num_positions = len(train) * length if packed.value else num_read
+    fill = num_read / max(1, len(train) * length)
     note = f"each row is a separate sample, padded: {packed.reason}"
     if packed.value:
         note = (
-            f"{format_count(len(train.rows), 'row')} packed into {format_count(len(train), 'window')} of {length} "
-            f"tokens, {train.fill:.1%} full; attention and positions stay within a row"
+            f"{format_count(num_rows, 'row')} packed into {format_count(len(train), 'window')} of {length} "
+            f"tokens, {fill:.1%} full; attention and positions stay within a row"
         )
     facts = corpus.facts
     facts.num_train, facts.num_eval = len(train), 0 if held_out is None else len(held_out)
     facts.positions_per_target = num_positions / facts.train_targets
-    facts.others["fill"] = train.fill if packed.value else None
+    facts.others["fill"] = fill if packed.value else None
     facts.notes.append(note)
     return TaskData(
         train=train,
@@ -183,6 +186,7 @@ def rows_as_samples(recipe: Recipe, corpus: "RowCorpus", config: PreTrainedConfi
         reading_is_free=True,
         source=corpus,
         lengths_vary=not packed.value,
+        samples_of=samples_of(train),
     )
 
 

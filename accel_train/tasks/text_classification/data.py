@@ -1,17 +1,19 @@
 """Labeled texts: read table rows with one text or a pair, tokenize and batch them."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from pydantic import TypeAdapter
 
 from accel_train.data.labels import IGNORED_LABEL, LabelScheme, columns_scheme, is_missing, label_scheme
 from accel_train.data.sources import Source, describe
 from accel_train.data.tables import class_names, resolve_both
 from accel_train.data.text.padding import joined_arrays
+from accel_train.data.text.rows_cache import Keep, Values
 from accel_train.data.text.tokenizers import parts_to_tokenize, plain_encoder
 from accel_train.recipe.schema import Recipe
 from accel_train.task import Collated
@@ -41,6 +43,19 @@ class LabelledTexts(Divided[TextRow]):
         labels, names = self.train_labels, self.scheme.names
         per_class = (labels > 0).sum(0) if labels.ndim > 1 else np.bincount(labels[labels >= 0], minlength=len(names))
         return dict(zip(names, per_class.tolist(), strict=True))
+
+
+def kept_texts(recipe: Recipe, known_names: tuple[str, ...] | None, keep: Keep) -> LabelledTexts:
+    """Return `load_labelled_texts`, kept. Labels of rows may be None: arrays have them."""
+
+    def build() -> Values:
+        texts = load_labelled_texts(recipe, known_names)
+        sides = {"train": texts.train, "eval": texts.eval}
+        rows = {name: side and [row._replace(label=None) for row in side] for name, side in sides.items()}
+        return {**vars(texts), **rows, "scheme": asdict(texts.scheme)}
+
+    found = keep([[known_names, recipe.model.problem_type]], build, TextRow)
+    return LabelledTexts(**{**found, "scheme": TypeAdapter(LabelScheme).validate_python(found["scheme"])})
 
 
 def load_labelled_texts(recipe: Recipe, known_names: tuple[str, ...] | None) -> LabelledTexts:

@@ -1,5 +1,6 @@
 """Text classification of texts or pairs: predict one of several labels, several labels at once, or a number."""
 
+from collections.abc import Iterable
 from functools import partial
 from itertools import chain
 from typing import cast
@@ -11,9 +12,12 @@ from torch import Tensor, nn
 from accel_train.core.errors import DataError
 from accel_train.core.model_card import FOLDER, Use
 from accel_train.core.state import JsonRecord
+from accel_train.data.text.rows_cache import Values, bpe_of, contents_of, open_rows
+from accel_train.data.text.tokenizers import KeptBPE, plain_encoder
 from accel_train.metrics import METRICS, tally
 from accel_train.metrics.scores import auroc_from_histogram, classification_scores, multilabel_scores, regression_scores
 from accel_train.model.ngrams import NgramsForSequenceClassification
+from accel_train.recipe.data import TrainedTokenizer
 from accel_train.recipe.schema import Recipe
 from accel_train.task import Batch, Facts, Scores, TaskData, Tensors, Totals, Training
 from accel_train.tasks.common import classification
@@ -59,7 +63,9 @@ class TextClassification(EncoderTask):
         """
         section = TextClassificationData.of(recipe.data)
         models.check_model(recipe)
-        texts = labelled.load_labelled_texts(recipe, models.known_names(recipe))
+        keep = open_rows(section, progress)
+        known_names, spec = models.known_names(recipe), recipe.tokenizer_in_use
+        texts = labelled.kept_texts(recipe, known_names, keep)
         scheme = self.scheme = texts.scheme
         check_metrics(recipe, scheme)
         counts = np.array(list(texts.num_train_of_label.values()))
@@ -68,36 +74,50 @@ class TextClassification(EncoderTask):
             classification.resolve_class_weights(recipe.loss.class_weights, counts, scheme.names) if is_single else None
         )
         is_pair = len(section.text_columns) == 2
-        reader = self.reader(
-            recipe, chain.from_iterable(row.texts for row in texts.train), is_pair=is_pair, scheme=scheme
-        )
+        contents = [known_names, recipe.model.problem_type]
+        words: Iterable[str] = chain.from_iterable(row.texts for row in texts.train)
+        if isinstance(spec, TrainedTokenizer):
+            words = KeptBPE(keep([contents, spec], partial(bpe_of, words, spec), tuple)["bpe"])
+        reader = self.reader(recipe, words, is_pair=is_pair, scheme=scheme)
         tokenizer, length = reader.tokenizer, reader.max_length
         encode = partial(labelled.tokenize_rows, tokenizer=tokenizer, max_length=length, progress=progress)
-        train = encode(texts.train, texts.train_labels)
-        evaluation = None if texts.eval is None else encode(texts.eval, texts.eval_labels)
+
+        def build() -> Values:
+            train = encode(texts.train, texts.train_labels)
+            evaluation = None if texts.eval is None else encode(texts.eval, texts.eval_labels)
+            names = (scheme.problem_type, *scheme.names)
+            return {
+                "train": train,
+                "eval": evaluation,
+                "lengths": np.array([len(sample.ids) for sample in train]),
+                "fingerprint": digest_of_sides(names, (train, evaluation), labelled.arrays_of),
+            }
+
+        kept = keep([contents_of(tokenizer), contents, length], build, labelled.Sample)
+        # Encoding sets the truncation that is saved with the tokenizer.
+        plain_encoder(tokenizer, max_length=length)("")
 
         self.loss = classification.ClassLoss(recipe.loss.label_smoothing, weights)
         names = recipe.evaluate.metrics
         self.counted_metrics = [name for name in names if is_multi and name in METRICS]
         self.row_metrics = [name for name in names if name not in self.counted_metrics]
         self.allow_hub_metrics = recipe.evaluate.allow_hub_metrics
-        lengths = np.array([len(sample.ids) for sample in train])
         with_types = is_pair and models.with_token_types(tokenizer, reader.config)
         found = self.task_data(
             recipe,
             reader,
             texts,
-            train=train,
-            evaluation=evaluation,
-            lengths=lengths,
+            train=kept["train"],
+            evaluation=kept["eval"],
+            lengths=kept["lengths"],
             collate=partial(labelled.collate_texts, with_types=with_types),
-            fingerprint=digest_of_sides((scheme.problem_type, *scheme.names), (train, evaluation), labelled.arrays_of),
+            fingerprint=kept["fingerprint"],
             source=Source(texts, tokenizer, reader.config),
             facts=Facts(
                 problem_type=f"{scheme.problem_type} ({scheme.reason})",
                 label_names=list(scheme.names),
                 num_train_of_label=texts.num_train_of_label,
-                notes=cut_note(lengths, length, section.of_training("texts")),
+                notes=cut_note(kept["lengths"], length, section.of_training("texts")),
             ),
         )
         if not is_single:
