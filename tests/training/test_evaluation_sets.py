@@ -290,15 +290,16 @@ def test_a_set_without_a_sample_is_refused(tmp_path: Path) -> None:
         trained(tmp_path, "causal-lm", "run", files, {"web": files["web"], "none": str(empty)})
 
 
-@pytest.mark.parametrize("pattern", ["*.jsonl", "**/*.jsonl", ".", "../rows/a.jsonl"])
+@pytest.mark.parametrize("pattern", ["*.jsonl", "**/*.jsonl", ".", "../{}/a.jsonl"])
 def test_files_of_a_set_are_found_by_pattern_and_folder(tmp_path: Path, pattern: str) -> None:
-    rows = {name: tmp_path / name / "rows" for name in ("train", "web", "web_2")}
+    # One path begins with the other.
+    rows = {name: tmp_path / name for name in ("train", "web", "web_2")}
     for count, folder in enumerate(rows.values()):
         folder.mkdir(parents=True)
         write_jsonl(
             folder / "a.jsonl", [{"text": f"{folder} {number}", "label": number % 2} for number in range(20 + count)]
         )
-    held = {name: str(rows[name] / pattern) for name in ("web", "web_2")}
+    held = {name: str(rows[name] / pattern.format(name)) for name in ("web", "web_2")}
     files = {"train": str(rows["train"] / "a.jsonl")}
     data = trained(tmp_path, "text-classification", "run", files, held)["data"]
     assert data["eval_sets"] == {"web": {"num_eval": 21}, "web_2": {"num_eval": 22}}
