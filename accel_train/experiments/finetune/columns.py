@@ -7,9 +7,10 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from accel_train.core.json_io import nested
 from accel_train.core.state import Choice, Choices
@@ -50,7 +51,8 @@ def words_of(name: str) -> list[str]:
     return re.sub(r"(?<=[a-z])(?=[A-Z])|[^A-Za-z]+", "_", name).lower().strip("_").split("_")
 
 
-class Column(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Column:
     """A column of a table, with all its cells."""
 
     name: str
@@ -58,23 +60,23 @@ class Column(NamedTuple):
     most_missing: float = _MOST_MISSING
     """Maximum share of empty cells in a column of labels. 1: rows with empty cells are left out."""
 
-    @property
+    @cached_property
     def is_strings(self) -> bool:
         """Return whether every cell is a string."""
         return all(isinstance(cell, str) for cell in self.cells)
 
-    @property
+    @cached_property
     def mean_words(self) -> float:
         """Return the mean number of words per cell."""
         return sum(len(str(cell).split()) for cell in self.cells) / len(self.cells)
 
-    @property
+    @cached_property
     def filled(self) -> list[Any]:
         """Return the cells that are not empty, or an empty list if too many are."""
         found = [cell for cell in self.cells if not is_missing(cell)]
         return found if len(self.cells) - len(found) <= self.most_missing * len(self.cells) else []
 
-    @property
+    @cached_property
     def values(self) -> list[Any]:
         """Return the filled cells. If each is a list or an object, or the text of one, they are returned as such."""
         found = self.filled
@@ -83,7 +85,7 @@ class Column(NamedTuple):
         read = [nested(cell) for cell in found]
         return found if None in read else read
 
-    @property
+    @cached_property
     def classes(self) -> Counter[str]:
         """Return the counts of classes, if nearly every cell is a class name, a class number, or a list of them.
 
@@ -94,31 +96,31 @@ class Column(NamedTuple):
             names += map(label_name, cell) if isinstance(cell, list) else [label_name(cell)]
         return Counter() if None in names or "" in names else Counter(name for name in names if name is not None)
 
-    @property
+    @cached_property
     def is_decimal(self) -> bool:
         """Return whether nearly every cell is a number, and at least one has a fraction."""
         cells = [cell for cell in self.filled if not (isinstance(cell, str) and means_missing(cell))]
         return bool(cells) and all(map(_is_number, cells)) and any(float(cell) % 1 for cell in cells)
 
-    @property
+    @cached_property
     def is_numbers(self) -> bool:
         """Return whether nearly every cell is a number."""
         return bool(self.filled) and all(isinstance(cell, bool) or _is_number(cell) for cell in self.filled)
 
-    @property
+    @cached_property
     def is_dates(self) -> bool:
         """Return whether nearly every cell is a date, perhaps with a time."""
         return bool(self.filled) and all(
             isinstance(cell, str) and _DATE.fullmatch(cell.strip()) for cell in self.filled
         )
 
-    @property
+    @cached_property
     def is_text(self) -> bool:
         """Return whether the cells are long enough to be texts."""
         is_long = self.is_strings and self.mean_words >= _WORDS_OF_TEXT and len(set(self.cells)) > 1
         return is_long and not self.is_dates and isinstance(next(iter(self.values), ""), str)
 
-    @property
+    @cached_property
     def is_names(self) -> bool:
         """Return whether nearly every cell is a name of a person, a place, or a product: few words with capitals."""
         words = [word for cell in self.cells for word in str(cell).split()]
@@ -126,7 +128,7 @@ class Column(NamedTuple):
         are_different = len(set(self.cells)) > _LEAST_NAMES * len(self.cells)
         return are_different and self.mean_words <= _WORDS_OF_A_NAME and num_small <= (1 - _LEAST_NAMES) * len(words)
 
-    @property
+    @cached_property
     def may_be_labels(self) -> bool:
         """Return whether the column repeats a few values, and they are not ids: product_id, userID, B000K2."""
         if self.is_text or self.is_decimal or self.is_dates:
@@ -138,17 +140,17 @@ class Column(NamedTuple):
         are_codes = len(classes) >= _FEWEST_CODES and all(map(_CODE.fullmatch, classes))
         return 2 <= len(classes) <= min(_MOST_CLASSES, classes.total() // 2) and not are_codes
 
-    @property
+    @cached_property
     def is_binary(self) -> bool:
         """Return whether nearly every cell is filled in, and these are all 0 or 1."""
         return bool(self.filled) and all(binary_value(cell) is not None for cell in self.filled)
 
-    @property
+    @cached_property
     def is_ids(self) -> bool:
         """Return whether every cell is one word, and all cells are different."""
         return self.is_strings and self.mean_words <= 1 and len(set(self.cells)) == len(self.cells) > 1
 
-    @property
+    @cached_property
     def keys(self) -> frozenset[str]:
         """Return the keys of the first mapping, if the cells are mappings or lists of mappings, also as text."""
         first = nested(next(filter(None, self.cells), None))
@@ -156,19 +158,19 @@ class Column(NamedTuple):
         mappings = [mapping for mapping in each if isinstance(mapping, dict)]
         return frozenset(mappings[0]) if mappings and len(mappings) == len(each) else frozenset()
 
-    @property
+    @cached_property
     def is_chat(self) -> bool:
         """Return whether the cells are lists of messages: their keys, or the usual name and other keys."""
         is_list = bool(self.keys) and any(isinstance(cell, list) for cell in self.cells)
         keys_of = ({"role", "content"}, {"role", "tool_calls"}, {"from", "value"})
         return is_list and (any(keys <= self.keys for keys in keys_of) or self.has_chat_name)
 
-    @property
+    @cached_property
     def has_chat_name(self) -> bool:
         """Return whether the name is a usual one for chats."""
         return self.name.lower() in _CHAT_NAMES
 
-    @property
+    @cached_property
     def is_image(self) -> bool:
         """Return whether the cells are names of image files, or images as `datasets` stores them."""
         first = self.cells[0]
@@ -272,12 +274,17 @@ def read_table(path: Path, asked: Asked) -> Table:
     names = [name for name in names if name]
     if not names:
         raise ValueError(f"{path}: no column is in every row. Write the same keys on each line")
-    rows = list(read_rows(source, names, data))
-    if not rows:
+    wheres: list[str] = []
+    cells: list[list[Any]] = [[] for _ in names]
+    for row in read_rows(source, names, data):
+        wheres.append(row.where)
+        for column, cell in zip(cells, row.cells):
+            column.append(cell)
+    if not wheres:
         raise ValueError(f"{path} has no rows. Name a table with rows")
-    columns = {name: Column(name, cells) for name, cells in zip(names, zip(*(row.cells for row in rows)))}
+    columns = {name: Column(name, tuple(column)) for name, column in zip(names, cells)}
     known = {name: found for name in names if (found := class_names(source, name)) is not None}
-    return Table(path, columns, [row.where for row in rows], settings, source.notes, partial, known)
+    return Table(path, columns, wheres, settings, source.notes, partial, known)
 
 
 def source_of(path: Path) -> Source:

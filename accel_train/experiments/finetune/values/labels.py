@@ -73,7 +73,8 @@ def recognise_label(asked: Asked, table: Table, *used: str, is_text: bool = True
     settings: Choices = {"data.label_column": Choice(column.name, why)}
     kept = [row for row, cell in enumerate(column.cells) if not (drops and is_missing(cell))]
     dropped = len(column.cells) - len(kept)
-    column = Column(column.name, tuple(column.cells[row] for row in kept))
+    if dropped:
+        column = Column(column.name, tuple(column.cells[row] for row in kept))
     where = [table.wheres[row] for row in kept].__getitem__
     first = _with_names(asked, table, column, settings)
     scheme = label_scheme(
@@ -196,7 +197,7 @@ def _labels_of(asked: Asked, table: Table, *used: str, is_text: bool) -> tuple[l
         return decimal, "the only column of decimal numbers"
     for column in others:
         refuse_objects(column.filled, column.name, str(table.path))
-        whole = column._replace(most_missing=1)
+        whole = replace(column, most_missing=1)
         if not column.filled and is_text and (whole.is_decimal or whole.may_be_labels):
             raise ValueError(
                 f"{table.path}: column {column.name!r} may be the label, and it is empty in "
