@@ -161,6 +161,14 @@ def test_what_changes_the_rows_makes_another_entry(tmp_path: Path, encoded: list
     assert len(encoded) == calls
 
 
+def test_another_template_in_the_same_file_makes_another_entry(tmp_path: Path, encoded: list[str]) -> None:
+    template = tmp_path / "chat.jinja"
+    for text in (CHATML, CHATML.replace("|>", "|> "), CHATML):
+        template.write_text(text)
+        load(recipe_of(tmp_path, "chats", chat_template=str(template)))
+    assert len(encoded) == len(entries(tmp_path)) == 2
+
+
 def test_settings_that_only_read_the_rows_find_them(tmp_path: Path, encoded: list[str]) -> None:
     load(recipe_of(tmp_path, "words"))
     calls = len(encoded)
