@@ -89,13 +89,11 @@ def _samples(recipe: Recipe, data: TaskData, since: float) -> Part:
         return Part("tokens", f"{about}; files are read in place: nothing to prepare", None, 0, True)
     count = f"{len(data.train):,} for training"  # type: ignore[arg-type]
     if targets_of(recipe.task, "pixels") not in ("images", "pixels"):
-        how = "each start reads and encodes them in memory"
-    elif ".parquet" in f"{recipe.data.train} {recipe.data.eval}":
+        return Part("samples", f"{count}; a start encodes rows, and keeps them from 1 MiB on", None, 0, True)
+    if ".parquet" in f"{recipe.data.train} {recipe.data.eval}":
         copies = [*(cache_root(recipe.data) / "images").rglob("*.arrow")]
         return _stored("samples", f"{count}; parquet files are copied", copies[0].parent, copies, since)
-    else:
-        how = "images are read in place"
-    return Part("samples", f"{count}; {how}: nothing to cache", None, 0, True)
+    return Part("samples", f"{count}; images are read in place: nothing to cache", None, 0, True)
 
 
 def format_parts(parts: Iterable[Part], seconds: float) -> str:

@@ -277,8 +277,8 @@ def test_reference_has_every_setting_command_flag_and_recipe() -> None:
     assert [name for name in shipped_recipes() if f"## {name}\n" not in recipes] == []
 
 
-def test_cookbook_has_eighteen_recipes_and_agents_a_hundred_lines_at_most() -> None:
-    assert text_of("docs/cookbook.md").count("\n## ") == 18
+def test_cookbook_has_nineteen_recipes_and_agents_a_hundred_lines_at_most() -> None:
+    assert text_of("docs/cookbook.md").count("\n## ") == 19
     assert len(text_of("AGENTS.md").splitlines()) <= 100
 
 
