@@ -203,13 +203,13 @@ BUGS = (
         "tied weights come apart",
         "facebookresearch/lingua#75",
         "parallel/fsdp2.py",
-        "    split = None\n    if parallel_dims",
+        '    split = ""\n    if parallel_dims',
         "    for _, *others in tied:\n"
         "        for name in others:\n"
         '            path, _, leaf = name.rpartition(".")\n'
         "            apart = torch.nn.Parameter(inner.get_parameter(name).detach().clone())\n"
         "            setattr(inner.get_submodule(path), leaf, apart)\n"
-        "    tied = []\n    split = None\n    if parallel_dims",
+        '    tied = []\n    split = ""\n    if parallel_dims',
         "tests/parallel/test_fsdp2.py test_losses_are_those_of_one_process_with_clipping",
     ),
 )

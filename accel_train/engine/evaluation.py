@@ -167,7 +167,8 @@ def evaluate(
             "the labels (or masks) of the evaluation data, and which label is ignored"
         )
     totals |= rows_in_order(accelerator, rows)
-    if rows:
+    # This process may have no samples.
+    if any(name.startswith(ROWS) for name in totals):
         totals["rows_index"] = np.array(reader.samples)
     # A loss that compares samples with each other needs all of them.
     loss_of_rows = getattr(getattr(module, "task", None), "loss_of_rows", None)

@@ -126,9 +126,11 @@ class WeightedSource(Section):
     """Share of the samples, in proportion to the weights of the other sources. Or a mapping from the number of steps
     after which a weight counts to that weight: `{0: 0.7, 8000: 0.2}`.
     """
-    max_epochs: Length | None = None
+    max_epochs: Length | None = Field(default=None, examples=[4])
     """Number of its epochs after which the other sources take its share. Default: it starts again."""
-    name: Annotated[str, Field(pattern=r"^\w+$", title="letters, digits, and _")] | None = None
+    name: Annotated[str, Field(pattern=r"^\w+$", title="letters, digits, and _")] | None = Field(
+        default=None, examples=["web"]
+    )
     """Name in metrics. Default: the name of its file or folder without the suffix."""
 
     @property

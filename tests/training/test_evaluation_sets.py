@@ -332,10 +332,10 @@ def test_a_finished_run_is_evaluated_by_set_and_predicts_all_rows(
     files = written(tmp_path, kind)
     found = trained(tmp_path, kind, "run", files, sets_of(files), evaluate={"max_samples": 20})["eval"]
     monkeypatch.chdir(tmp_path)
-    again = measure(open_for_evaluation(Path("run"), None)).metrics
+    again = measure(open_for_evaluation(Path("run"), None, ())).metrics
     assert again == found
     # Other data have no sets.
-    other = measure(open_for_evaluation(Path("run"), files["web"])).metrics
+    other = measure(open_for_evaluation(Path("run"), files["web"], ())).metrics
     assert other == {name: value for name, value in other.items() if "/" not in name}
     if kind == "text-classification":
         assert main(["predict", "run"]) == 0

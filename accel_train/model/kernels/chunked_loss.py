@@ -69,9 +69,10 @@ def summed_loss(
     loss = cross_entropy(logits, labels, ignore_index=IGNORED_LABEL, reduction=kind, label_smoothing=label_smoothing)
     if z_loss:
         squares = logits.logsumexp(1).square().masked_fill(labels == IGNORED_LABEL, 0)
-        loss = loss + z_loss * (squares if by_source is not None else squares.sum())
-    if by_source is not None:
-        by_source.add(slice(None), loss)
+        loss = loss + z_loss * (squares.sum() if by_source is None else squares)
+    if by_source is None:
+        return loss
+    by_source.add(slice(None), loss)
     return loss.sum()
 
 

@@ -5,7 +5,6 @@ import random
 import sys
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -235,7 +234,7 @@ def test_a_corpus_has_the_same_tokens_and_the_same_cache_with_tiktoken(
         monkeypatch.setattr(fast_ids, "_BATCHES_BEFORE_CHOICE", batches)
         recipe = text_recipe("a.jsonl", tokenizer="tokenizer", encoding_errors="replace", cache_dir=f"cache-{batches}")
         prepared = prepare_text(recipe, progress=True)
-        files = [Path(windows.path).read_bytes() for windows in (prepared.train, prepared.eval) if windows]
+        files = [windows.stream.files[0].read_bytes() for windows in (prepared.train, prepared.eval) if windows]
         found.append((files, prepared.fingerprint, prepared.facts.record() | {"cache_folder": None}))
         told = capsys.readouterr().err
     assert_golden(told)
