@@ -57,7 +57,7 @@ def drive(sections: dict[str, Any], world_size: int, rank: int = 0, heard: Seque
     AcceleratorState._reset_state(True)
     recipe = Recipe.model_validate(sections)
 
-    def everywhere(number: int, _: torch.device) -> list[int]:
+    def everywhere(number: int) -> list[int]:
         return [number] * world_size
 
     def exchanged(count: int, device: torch.device) -> list[int]:

@@ -120,7 +120,7 @@ def patches(pretend: Pretend) -> Iterator[Any]:
         *wires, counts = unpack(outcome, num_counts)
         return *(each._replace(num_targets=each.num_targets or 1) for each in wires), counts
 
-    def alone(number: int, _: torch.device) -> list[int]:
+    def alone(number: int) -> list[int]:
         return [number]
 
     # Pretended tensors cannot be swapped, so that the base is read whole.
