@@ -26,7 +26,7 @@ from accel_train.recipe.schema import Recipe
 from accel_train.task import Batch, Collated, Task, TaskData
 from tests.cli.test_json import VALIDATOR
 from tests.support.detectors import YOLOS
-from tests.support.runs import SCENES, TINY_MODEL, recipe_dict, write_recipe_file, write_rows
+from tests.support.runs import SCENES, TINY_MODEL, recipe_dict, tiny_recipe, write_jsonl, write_recipe_file, write_rows
 from tests.support.text_tasks import BERT
 
 Row = dict[str, Any]
@@ -400,3 +400,16 @@ def test_targets_are_shown_in_parts(tmp_path: Path) -> None:
     assert (is_target, is_answer) == (False, True)
     assert prompt
     assert answer
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_fine_tuning_rows_are_looked_at_one_by_one_also_in_a_mixture(tmp_path: Path, mixed: bool) -> None:
+    names = ("a.jsonl", "b.jsonl")
+    for name in names:
+        write_jsonl(tmp_path / name, ({"prompt": f"{name} {n}", "completion": f" is {n}"} for n in range(30)))
+    files = [str(tmp_path / name) for name in names]
+    train = [{"source": file, "weight": 1} for file in files] if mixed else files
+    data = {"train": train, "format": "prompt_completion", "eval_fraction": 0}
+    look = look_at(tiny_recipe(tmp_path, task="causal-lm", data=data, options={}))
+    assert len(look.train) == 60
+    assert len(look.data.train) < 60, "windows hold several rows"

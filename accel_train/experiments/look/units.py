@@ -10,14 +10,13 @@ import numpy as np
 import torch
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
-from torch.utils.data import ConcatDataset
 
 from accel_train.core.errors import DataError
 from accel_train.core.files import digest64
 from accel_train.data.images.images import evenly_spaced
 from accel_train.data.labels import IGNORED_LABEL
 from accel_train.data.samples import fetch
-from accel_train.data.text.tokens import BEGINS, PADDING, WindowDataset
+from accel_train.data.text.tokens import BEGINS, PADDING, WindowDataset, parts_of
 from accel_train.task import Collated, TaskData
 
 MOST_TEXTS = 1_000_000
@@ -115,11 +114,11 @@ def tokenizer_of(data: TaskData) -> Any:
 
 def _rows(samples: Any, tokenizer: Any) -> list[Row] | None:
     """Return the documents of windows of a text, or the fine-tuning rows of packed windows; None for other samples."""
-    stream = getattr(samples, "windows", samples)
-    found = stream.datasets if isinstance(stream, ConcatDataset) else [stream]
+    parts = parts_of(samples)
+    found = [stream for each in parts for stream in parts_of(getattr(each, "windows", each))]
     if streams := [each for each in found if isinstance(each, WindowDataset)]:
         return [row for each in streams for row in _documents(each, tokenizer, MOST_TOKENS // len(streams))]
-    packed = [each.rows for each in found if hasattr(each, "rows")]
+    packed = [each.rows for each in parts if hasattr(each, "rows")]
     spans = [(rows, slice(*each)) for rows in packed for each in pairwise(rows.starts)]
     return [Row(rows.tokens[span], rows.is_target[span]) for rows, span in spans] if packed else None
 
