@@ -169,7 +169,7 @@ def choose_reading(
     return Reading(workers.value, pin.value), {**choices, "data.num_workers": workers, "data.pin_memory": pin}
 
 
-def why_no_workers(data: TaskData, method: str | None) -> str:
+def why_no_workers(data: TaskData, method: str | None = None) -> str:
     """Return why processes that read ahead cannot start here, or an empty string.
 
     Processes that are not forked get the data and the collate function pickled, and run the main script once more.

@@ -35,7 +35,7 @@ def chat_prompt(tokenizer: "PreTrainedTokenizerBase", text: str, earlier: Sequen
 def generate_text(
     model: "PreTrainedModel",
     tokenizer: "PreTrainedTokenizerBase",
-    prompt: str,
+    prompt: str = "",
     *,
     max_new_tokens: int,
     temperature: float,

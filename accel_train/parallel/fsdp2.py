@@ -381,7 +381,7 @@ def allow_sharding(device: torch.device) -> None:
 
 
 def shard_model(
-    accelerator: Accelerator, inner: TrainingModule, weights: Mapping[str, Tensor] | None, unread: Unread | None
+    accelerator: Accelerator, inner: TrainingModule, weights: Mapping[str, Tensor] | None, unread: Unread | None = None
 ) -> Choice[str]:
     """Split the model's layers if the recipe asks for it, wrap it in place block by block, and distribute its weights.
 

@@ -98,7 +98,7 @@ class Recomputation:
         return Outcome(value, dict(zip(by_name, norms.tolist(), strict=True)), total)
 
     def recompute(
-        self, part: MicroBatch, state: RandomState, watch: ModuleWatch | None = None, *, by_row: bool
+        self, part: MicroBatch, state: RandomState, watch: ModuleWatch | None = None, *, by_row: bool = False
     ) -> Outcome:
         """Compute with the random numbers and buffers from before the micro-batch.
 

@@ -111,7 +111,9 @@ class Replay:
         return [*lines, *(f"- {action}" for action in next_actions(incident, is_replayed=True))]
 
 
-def replay_incident(folder: Path, device: str | None, *, debug: bool = False, settings: Sequence[str] = ()) -> Replay:
+def replay_incident(
+    folder: Path, device: str | None = None, *, debug: bool = False, settings: Sequence[str] = ()
+) -> Replay:
     """Build the run's model, load the incident's weights, and recompute its micro-batches.
 
     A step that the run did not diagnose (for example with a sharded model) is diagnosed here: findings name samples and

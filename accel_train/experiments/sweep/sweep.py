@@ -92,7 +92,7 @@ def sweep(
     settings: Sequence[str],
     selection: Selection,
     *,
-    processes: int | None,
+    processes: int | None = None,
     say: Callable[[str], None],
 ) -> Swept:
     """Train each combination in a separate process. Finished runs are skipped, and other runs resume.
