@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     from accel_train.core.state import Choice
     from accel_train.data.order import DataOrder
+    from accel_train.data.text.shards import ShardedWindows
     from accel_train.engine.step import Counted
     from accel_train.model.kernels.global_loss import GlobalLoss
     from accel_train.recipe.schema import Recipe
@@ -173,6 +174,8 @@ class TaskData:
     """Numbers of the training samples of each source in `data.train`, in its order. Weighted sources need them, or
     `where`.
     """
+    shards: "ShardedWindows | None" = None
+    """Text that is tokenized when it is read. Its samples are numbered by shard, and their count is an estimate."""
     where: "Callable[[int], str] | None" = None
     """Function that names the source of a training sample: its file, or file and row."""
     large_files: Mapping[Path, str | Path] = field(default_factory=dict)

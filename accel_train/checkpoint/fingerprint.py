@@ -213,6 +213,8 @@ def upgraded(saved: JsonRecord, identity: JsonRecord, first_fingerprint: FirstFi
     if "data.preprocessing" in hashed:
         known = hashed["data.preprocessing"].items()
         hashed["data.preprocessing"] = {name: value for name, value in known if name in FIELDS["Preprocessing"]}
+    if "data.order" in identity:
+        hashed.setdefault("data.order", saved.get("data.order", "shuffled"))
     was, now = saved.get("data.fingerprint"), identity["data.fingerprint"]
     if was != now and was == (first_fingerprint() if callable(first_fingerprint) else first_fingerprint):
         hashed["data.fingerprint"] = now

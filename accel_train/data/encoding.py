@@ -1,14 +1,17 @@
 """Decode text files and split lines; errors name file, byte and line."""
 
 import codecs
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from string import ascii_letters
+from typing import BinaryIO
 
 from accel_train.core.format import format_count
 from accel_train.recipe.data import Data
 
 BOM = codecs.BOM_UTF8
+_LINE_WITHIN_BYTES = 1 << 16
 _UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 _GUESSED_FROM_BYTES = 50_000_000
 _LOOKED_AT_FOR_NULS = 4_000
@@ -145,25 +148,55 @@ def decode(raw: bytes, data: Data, where: object, *, offset: int = 0, line: int 
     return text
 
 
-def read_text(path: Path, data: Data) -> str:
-    """Return the text of a whole file without its byte order mark. Line ends are unchanged."""
+Span = tuple[int, int]
+"""First byte of a part of a UTF-8 file, and the byte after it. The lines that begin there belong to it."""
+
+
+def place(path: Path, span: Span | None) -> str:
+    """Return the name of a part of a file, for messages that count its lines."""
+    return f"{path} from byte {span[0]:,}" if span and span[0] else str(path)
+
+
+def read_text(path: Path, data: Data, span: Span | None = None) -> str:
+    """Return the text of a file or of a part without its byte order mark. Line ends are unchanged."""
+    if span is not None:
+        with path.open("rb") as file:
+            start, stop = (_line_at(file, at) for at in span)
+            file.seek(start)
+            return decode(file.read(stop - start), data, place(path, span), offset=start).removeprefix("\ufeff")
     raw, encoding = path.read_bytes(), encoding_of(path, data)
     body = raw.removeprefix(BOM) if encoding == "utf-8" else raw
     text = decode(body, data, path, offset=len(raw) - len(body), encoding=encoding)
     return text.removeprefix("\ufeff") if encoding != "utf-8" else text
 
 
-def read_lines(path: Path, data: Data) -> Iterator[tuple[str, int]]:
+def _line_at(file: BinaryIO, at: int) -> int:
+    """Return the first byte from `at` on that begins a line. A text without lines is cut at words or characters."""
+    if not at:
+        return 0
+    file.seek(at - 1)
+    near = file.read(_LINE_WITHIN_BYTES)
+    ends = (re.search(pattern, near) for pattern in (rb"\n", rb" ", rb"(?s).(?![\x80-\xbf])"))
+    return at - 1 + next((found.end() for found in ends if found), 0)
+
+
+def read_lines(path: Path, data: Data, span: Span | None = None) -> Iterator[tuple[str, int]]:
     """Yield (line with its end, bytes). Splits only at LF, because JSON and csv may contain other line ends."""
     encoding = encoding_of(path, data)
     if encoding != "utf-8":
         yield from _decoded_lines(path, data, encoding)
         return
-    offset = 0
+    offset, stop = span or (0, None)
+    where = place(path, span)
     with path.open("rb") as file:
+        if offset:
+            file.seek(offset - 1)
+            offset += len(file.readline()) - 1
         for number, raw in enumerate(file, start=1):
-            start = len(BOM) if number == 1 and raw.startswith(BOM) else 0
-            yield decode(raw[start:], data, path, offset=offset + start, line=number - 1), len(raw)
+            if stop is not None and offset >= stop:
+                return
+            start = len(BOM) if offset == 0 and raw.startswith(BOM) else 0
+            yield decode(raw[start:], data, where, offset=offset + start, line=number - 1), len(raw)
             offset += len(raw)
 
 

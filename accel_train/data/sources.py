@@ -78,6 +78,8 @@ class Source:
     files: tuple[Path, ...] = ()
     dataset: "datasets.Dataset | None" = None
     notes: tuple[str, ...] = ()
+    span: tuple[int, int] | None = None
+    """Part of the only file to read: what begins in these bytes of text or jsonl, or row groups of parquet."""
 
     @property
     def kind(self) -> FileKind | None:
@@ -184,6 +186,8 @@ def num_bytes_of(source: Source) -> float:
     """Return the bytes of a source: the sum of `num_source_bytes` over its rows or documents."""
     if source.dataset is not None:
         return float(source.dataset.data.nbytes)
+    if source.span is not None and source.kind != "parquet":
+        return float(source.span[1] - source.span[0])
     return float(sum(file.stat().st_size for file in source.files))
 
 

@@ -15,7 +15,7 @@ from accel_train.core.format import did_you_mean, format_count
 from accel_train.core.json_io import parse_json
 from accel_train.core.state import JsonRecord
 from accel_train.data.delimited import LINE_COLUMNS, Record, columns_by_setting, read_delimited, read_label_lines
-from accel_train.data.encoding import decode, read_lines, read_text
+from accel_train.data.encoding import Span, decode, place, read_lines, read_text
 from accel_train.data.parts import Part, part_of
 from accel_train.data.sources import Source, file_kind, num_bytes_of, resolve_sources
 from accel_train.recipe.data import Data
@@ -24,7 +24,6 @@ _ROWS_PER_BATCH = 1024
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 _FIELD = re.compile(r"\{([^{}]+)\}")
 """Column in a template of texts: `{title}. {body}`."""
-
 
 _USUAL = "label labels class category target sentiment intent topic genre stars rating overall tag y"
 LABEL_NAMES = frozenset(_USUAL.split())
@@ -93,7 +92,7 @@ def _rows_of(source: Source, columns: Sequence[str], data: Data) -> Iterator[Row
                 f"{'.bin file holds tokens' if kind == 'tokens' else 'text file has none'}; give csv, tsv, jsonl or "
                 "parquet files, or a data set; lines of a label and a text are read by data.lines"
             )
-        yield from _READERS[kind](file, columns, data)
+        yield from _READERS[kind](file, columns, data, source.span)
 
 
 def column_names(source: Source, data: Data) -> list[str]:
@@ -106,7 +105,7 @@ def column_names(source: Source, data: Data) -> list[str]:
         return list(source.dataset.column_names)
     path = source.files[0]
     if source.kind == "parquet":
-        with _parquet_file(path) as file:
+        with parquet_file(path) as file:
             return list(file.schema_arrow.names)
     if source.kind == "text" and data.lines is not None:
         return list(LINE_COLUMNS)
@@ -156,7 +155,7 @@ def names_of_feature(feature: Any) -> tuple[str, ...] | None:
 
 def _names_in_parquet(path: Path, column: str | None) -> tuple[str, ...] | None:
     """Return the class names that `datasets` stored in a parquet file's schema, for class labels and lists of them."""
-    with _parquet_file(path) as file:
+    with parquet_file(path) as file:
         written = (file.schema_arrow.metadata or {}).get(b"huggingface")
     try:
         feature = parse_json(written or b"{}")["info"]["features"][column]
@@ -201,7 +200,7 @@ def text_of(name: str, cells: Iterator[Any], where: str, data: Data) -> str:
     return _FIELD.sub(shown, name) if _FIELD.search(name) else text_cell(next(cells), name, where, data)
 
 
-def _csv_rows(path: Path, columns: Sequence[str], data: Data) -> Iterator[Row]:
+def _csv_rows(path: Path, columns: Sequence[str], data: Data, _: Span | None) -> Iterator[Row]:
     """Yield the rows of a csv or tsv file after its header, without blank lines."""
     records = read_delimited(path, data)
     header = next(records, None)
@@ -227,26 +226,33 @@ def _label_line_rows(path: Path, columns: Sequence[str], data: Data) -> Iterator
     yield from _record_rows(path, read_label_lines(path, data), LINE_COLUMNS, columns)
 
 
-def _jsonl_rows(path: Path, columns: Sequence[str], data: Data) -> Iterator[Row]:
-    for row, where, num_bytes in json_objects(path, data, columns[0]):
+def _jsonl_rows(path: Path, columns: Sequence[str], data: Data, span: Span | None) -> Iterator[Row]:
+    for row, where, num_bytes in json_objects(path, data, columns[0], span):
         check_columns(where, list(row), columns, data)
         yield Row(tuple(row[column] for column in columns), where, num_bytes)
 
 
-def _parquet_rows(path: Path, columns: Sequence[str], data: Data) -> Iterator[Row]:
+def _parquet_rows(path: Path, columns: Sequence[str], data: Data, span: Span | None) -> Iterator[Row]:
     import pyarrow
 
-    with _parquet_file(path) as file:
+    with parquet_file(path) as file:
         check_columns(str(path), file.schema_arrow.names, columns, data)
         num_bytes = path.stat().st_size / max(1, file.metadata.num_rows)
-        batches = file.iter_batches(batch_size=_ROWS_PER_BATCH, columns=list(dict.fromkeys(columns)))
+        start, stop = span or (0, file.metadata.num_row_groups)
+        first_row = 1 + sum(file.metadata.row_group(group).num_rows for group in range(start))
+        batches = file.iter_batches(_ROWS_PER_BATCH, [*range(start, stop)], list(dict.fromkeys(columns)))
         try:
-            yield from _arrow_rows(batches, str(path), columns, num_bytes, data)
+            yield from _arrow_rows(batches, str(path), columns, num_bytes, data, first_row)
         except pyarrow.ArrowException as error:
             raise ValueError(f"{path}: the file is damaged ({error}); write it again") from None
 
 
-def _parquet_file(path: Path) -> Any:
+def parquet_file(path: Path) -> Any:
+    """Return the opened parquet file.
+
+    Raises:
+        ValueError: it is damaged, or of another format.
+    """
     import pyarrow
     import pyarrow.parquet
 
@@ -260,9 +266,8 @@ _READERS = {"csv": _csv_rows, "jsonl": _jsonl_rows, "json": _jsonl_rows, "parque
 
 
 def _arrow_rows(
-    batches: Iterator[Any], name: str, columns: Sequence[str], num_bytes: float, data: Data
+    batches: Iterator[Any], name: str, columns: Sequence[str], num_bytes: float, data: Data, first_row: int = 1
 ) -> Iterator[Row]:
-    first_row = 1
     for batch in batches:
         cells = [_arrow_cells(batch.column(column), name, first_row, data) for column in columns]
         for number, row in enumerate(zip(*cells), start=first_row):
@@ -321,11 +326,13 @@ def setting_of(column: str, data: Data) -> str:
     return " or ".join(f"data.{name}" for name in found) or "the recipe"
 
 
-def json_objects(path: Path, data: Data, example_column: str) -> Iterator[tuple[JsonRecord, str, float]]:
+def json_objects(
+    path: Path, data: Data, example_column: str, span: Span | None = None
+) -> Iterator[tuple[JsonRecord, str, float]]:
     """Yield (object, file and line, bytes) for each object of a jsonl file or a json array, without blank lines."""
     is_array = file_kind(path) == "json" and not has_object_lines(path, data)
     example = f"{{{example_column!r}: ...}}"
-    for row, where, num_bytes in _array_values(path, data, example) if is_array else _line_values(path, data):
+    for row, where, num_bytes in _array_values(path, data, example) if is_array else _line_values(path, data, span):
         if not isinstance(row, dict):
             each = "for each row" if is_array else "on each line"
             raise ValueError(f"{where}: {show_cell(row)} is not an object; write {example} {each}")
@@ -350,11 +357,12 @@ def _array_values(path: Path, data: Data, example: str) -> Iterator[tuple[Any, s
         yield row, f"{path}, row {number}", num_bytes
 
 
-def _line_values(path: Path, data: Data) -> Iterator[tuple[Any, str, float]]:
-    for number, (line, num_bytes) in enumerate(read_lines(path, data), start=1):
+def _line_values(path: Path, data: Data, span: Span | None) -> Iterator[tuple[Any, str, float]]:
+    name = place(path, span)
+    for number, (line, num_bytes) in enumerate(read_lines(path, data, span), start=1):
         if not line.strip():
             continue
-        where = f"{path}:{number}"
+        where = f"{name}:{number}"
         try:
             row = parse_json(line)
         except ValueError as error:

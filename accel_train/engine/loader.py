@@ -8,6 +8,7 @@ import resource
 import signal
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
@@ -28,6 +29,7 @@ from accel_train.core.errors import DataError, DataWorkerGone, ExitedEarly, Sett
 from accel_train.core.state import Choice, Choices
 from accel_train.data.cache import DigestCheck
 from accel_train.data.samples import Drawn, SeededReads, fetch
+from accel_train.engine.block_order import SHARDS_AHEAD, BlockOrder
 from accel_train.engine.mixed_order import MixedOrder
 from accel_train.engine.mixture import WithSources, collate_with_sources
 from accel_train.engine.step import MicroBatch
@@ -42,6 +44,9 @@ from accel_train.task import Collate, Collated, TaskData
 if TYPE_CHECKING:
     from accel_train.engine.run import RunContext
 
+_HELPERS_NICE = 10
+_POLL_SECONDS = 0.1
+
 Steps = Iterator[tuple[int, list[MicroBatch]]]
 """Iterator of 0-based steps with their micro-batches on the device."""
 
@@ -55,6 +60,8 @@ def training_batches(run: "RunContext", first_step: int) -> Steps:
     if run.state.stopped_early:
         return run.observer.reading(iter(()))
     batches = _read_order(run, first_step) if run.plan.data.step_batches is None else _read_stream(run, first_step)
+    if isinstance(run.plan.order, BlockOrder):
+        batches = _while_made(run.plan.order, run.plan.data.shards, batches, run.accelerator.num_processes)
     if run.digest_check is not None:
         batches = _checked(run, run.digest_check, batches, first_step)
     return run.observer.reading(batches)
@@ -117,6 +124,48 @@ def _read_order(run: "RunContext", first_step: int) -> Steps:
         count, fillers = counts.popleft()
         share = [first, *(next(micro_batches) for _ in range(count + fillers - 1))]
         yield step, [*share[:count], *((batch, 0) for batch, _ in share[count:])]
+
+
+def _while_made(order: BlockOrder, windows: Any, batches: Steps, world_size: int) -> Steps:
+    """Yield steps while forked processes make the shards of the next blocks, with all cores.
+
+    They only help: without them, a process makes the shards that it reads.
+    """
+    if "fork" not in multiprocessing.get_all_start_methods() or multiprocessing.current_process().daemon:
+        yield from batches
+        return
+    context = multiprocessing.get_context("fork")
+    num_read = context.Value("q", order.num_read)
+    windows.shards.choose_encoder()
+    cores = usable_cores().value // processes_on_machine(world_size)
+    stays = threading.current_thread() is threading.main_thread()
+    helpers = [
+        context.Process(target=_make_ahead, args=(order, windows.shards, num_read, stays), daemon=True)
+        for _ in range(max(1, cores))
+    ]
+    for helper in helpers:
+        helper.start()
+    try:
+        for step in batches:
+            num_read.value = order.num_read
+            yield step
+    finally:
+        for helper in helpers:
+            helper.kill()
+            helper.join()
+
+
+def _make_ahead(order: BlockOrder, shards: Any, num_read: Any, stays: bool) -> None:
+    """Make shards in the order of the first epoch, at most `SHARDS_AHEAD` after those that are read."""
+    _ignore_stop_signals(0, stays=stays)
+    os.nice(_HELPERS_NICE)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    # The process that reads the shard finds the same error, and says so.
+    with suppress(DataError):
+        for place, number in enumerate(order.shards_from(0, order.num_shards, 0).tolist()):
+            while place > num_read.value + SHARDS_AHEAD:
+                time.sleep(_POLL_SECONDS)
+            shards.make(number)
 
 
 def _checked(run: "RunContext", check: DigestCheck, batches: Steps, first_step: int) -> Steps:

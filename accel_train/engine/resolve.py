@@ -13,6 +13,7 @@ from accel_train.data.batch_sizes import BatchSizes
 from accel_train.data.order import DataOrder
 from accel_train.data.sources import unread_formats
 from accel_train.data.text.tokenizers import check_tokenizer
+from accel_train.engine.block_order import block_order
 from accel_train.engine.mixture import describe_mixture, mixed_order
 from accel_train.model.activation_checkpointing import checkpoint_activations
 from accel_train.model.freeze import freeze, set_training
@@ -100,16 +101,21 @@ def resolve_run(
             f"{steps.max_steps}, the last of the run; give earlier steps"
         )
     lengths = data.lengths if section.group_by_length else None
+    rate = scale_learning_rate(recipe.optimizer, sizes.global_batch_size)
     if section.mixture:
         if epoch_order is not None:
             raise ValueError("an order of epochs does not go with the weights in data.train; leave one of them out")
         mixed = mixed_order(recipe, data, sizes.global_batch_size, steps.max_steps)
         data.add_notes(describe_mixture(mixed, steps.max_steps, section.window))
-        return steps, mixed, scale_learning_rate(recipe.optimizer, sizes.global_batch_size)
+        return steps, mixed, rate
+    if data.shards is not None:
+        if epoch_order is not None:
+            raise ValueError("an order of epochs does not go with data.order: blocks; leave one of them out")
+        return steps, block_order(recipe, data.shards, sizes.global_batch_size), rate
     order = DataOrder(
         num_samples, sizes.global_batch_size, recipe.seed, section.shuffle, section.last_batch, lengths, epoch_order
     )
-    return steps, order, scale_learning_rate(recipe.optimizer, sizes.global_batch_size)
+    return steps, order, rate
 
 
 def makes_new_models(task: Task) -> bool:

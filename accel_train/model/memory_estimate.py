@@ -99,7 +99,7 @@ def largest_samples(data: TaskData, seed: int, count: int) -> Sequence[Any]:
         longest = np.argsort(data.lengths)[::-1][:count].tolist()
         indices = (longest * count)[:count]
     else:
-        indices = [0] * count if data.draw is None else [number % num_samples for number in range(count)]
+        indices = [0] * count if data.draw is None or data.shards else [number % num_samples for number in range(count)]
     return fetch(data.train if data.draw is None else Drawn(data.draw, seed, num_samples), indices)
 
 

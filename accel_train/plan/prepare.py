@@ -45,6 +45,9 @@ def prepare(recipe: Recipe, *, progress: bool = False) -> list[Part]:
     task.prove(recipe)
     parts = list(_data_sets(recipe, since))
     data = read_data(task, recipe, progress=progress)
+    if data.shards is not None:
+        data.facts.reused = not data.shards.count(progress)
+        data.facts.train_tokens = data.shards.num_tokens
     parts.append(_samples(recipe, data, since))
     change_model(recipe, task, build_without_weights(recipe, task, data))
     pretrained, tokenizer = recipe.model.pretrained, recipe.tokenizer_in_use

@@ -287,7 +287,7 @@ def describe_defeat(run: RunContext, baselines: Mapping[str, float]) -> JsonReco
         loss_rose=state.best_loss is not None and state.last_loss is not None and state.last_loss > state.best_loss,
         pretrained=plan.recipe.model.pretrained is not None,
         parameters=whole_numel(run.strategy.inner.model.parameters()),
-        samples=plan.order.num_samples,
+        samples=len(plan.data.train),  # type: ignore[arg-type]
     )
     return {"sentence": str(found), "causes": causes}
 

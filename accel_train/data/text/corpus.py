@@ -3,26 +3,29 @@
 import lzma
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 from tqdm import tqdm
 
 from accel_train.core.errors import setting_error
-from accel_train.core.files import publish_folder
-from accel_train.core.format import format_count
+from accel_train.core.files import digest64, publish_folder
+from accel_train.core.format import format_bytes, format_count
 from accel_train.core.json_io import json_digest
 from accel_train.core.state import JsonRecord
 from accel_train.data import cache
 from accel_train.data.sources import Source, companions_of, describe, file_kind, files_of, holds_tokens, num_bytes_of
 from accel_train.data.tables import resolve_both
-from accel_train.data.text.documents import Split, choose_split, cut_text, read_documents
+from accel_train.data.text.documents import Split, choose_split, cut_text
+from accel_train.data.text.encode import Counts, Writers, byte_bar, texts_of, write_tokens
 from accel_train.data.text.fast_ids import encode_ahead
+from accel_train.data.text.shards import SHARD_BYTES, SHUFFLED_UP_TO_BYTES, Cut, ShardedWindows, Shards, cut
 from accel_train.data.text.token_files import (
     OTHER_TOKENIZER,
     choose_tail,
@@ -41,7 +44,6 @@ from accel_train.data.text.tokenizers import (
 from accel_train.data.text.tokens import (
     ShardWriter,
     Tally,
-    Tokens,
     TokenStream,
     WindowDataset,
     Windows,
@@ -93,6 +95,16 @@ class Inputs:
     tokenizer: TextTokenizer | TrainedTokenizer
     notes: list[str]
     progress: bool
+    cut: Cut | None
+    """Training text in shards that are made while a run trains. None: all of it is tokenized before."""
+
+    @property
+    def sampled_files(self) -> list[Path]:
+        """The files of which only samples are read before training, because they are large."""
+        sources = (*self.train, *self.eval)
+        files = files_of(sources) if self.cut else _token_files(sources)
+        is_large = sum(file.stat().st_size for file in files) > cache.CHECKED_AT_OPENING_BYTES
+        return files if self.cut or is_large else []
 
 
 def prepare_text(recipe: Recipe, *, progress: bool) -> TextCorpus:
@@ -105,8 +117,8 @@ def prepare_text(recipe: Recipe, *, progress: bool) -> TextCorpus:
     """
     inputs = _inputs(recipe, progress)
     root = cache.cache_folder(recipe.data)
-    sampled = _are_sampled(inputs)
-    contents = _contents(inputs, root, sampled)
+    sampled = inputs.sampled_files
+    contents = _contents(inputs, root, {*sampled})
     folder = root / json_digest(contents)[:32]
     notes: list[str] = []
     built: TextTokenizer | None = None
@@ -120,15 +132,20 @@ def prepare_text(recipe: Recipe, *, progress: bool) -> TextCorpus:
     for note in notes if progress else ():
         tqdm.write(note, file=sys.stderr)
     corpus = _open(recipe, inputs, folder, meta, built, notes)
+    if isinstance(corpus.train, ShardedWindows):
+        if recipe.schedule.max_steps is None:
+            corpus.train.count(progress)
+            corpus.facts.train_tokens = corpus.train.num_tokens
+        else:
+            corpus.facts.notes.append("the number of tokens to train on is an estimate from the first MiB of text")
     if not sampled:
         return corpus
 
     def in_full() -> str:
         return json_digest([json_digest(_contents(inputs, root))[:32], meta["tokenizer_digest"]])
 
-    files = _token_files((*inputs.train, *inputs.eval))
-    pins = {file: root / "pinned" / cache.sample_digest(file) for file in files}
-    return replace(corpus, large_files={**corpus.large_files, **pins}, first_fingerprint=in_full)
+    pins = {file: root / "pinned" / cache.sample_digest(file) for file in sampled}
+    return replace(corpus, large_files={**corpus.large_files, **pins}, first_fingerprint="" if inputs.cut else in_full)
 
 
 def _inputs(recipe: Recipe, progress: bool) -> Inputs:
@@ -141,7 +158,28 @@ def _inputs(recipe: Recipe, progress: bool) -> Inputs:
     if spec == NO_TOKENIZER and not (holds_tokens(train) and holds_tokens(held_out or train)):
         raise setting_error("tokenizer", spec, "text has no ids without one. Name a tokenizer, or give token files")
     tokenizer = named_tokenizer(recipe, spec) if isinstance(spec, str) else spec
-    return Inputs(WindowData.of(recipe.data), train, held_out, tokenizer, notes, progress)
+    data = WindowData.of(recipe.data)
+    is_cut, note = _order(data, train)
+    return Inputs(data, train, held_out, tokenizer, [*notes, *note], progress, cut(train, data) if is_cut else None)
+
+
+def _order(data: WindowData, train: Sequence[Source]) -> tuple[bool, list[str]]:
+    """Return whether training text is read in blocks, and a note on a choice by its size."""
+    reasons = {
+        "the sources have weights": bool(data.mixture),
+        "files of tokens are read where they lie": holds_tokens(train),
+        f"data.last_batch is {data.last_batch}": data.last_batch != "carry",
+    }
+    reason = next((why for why, holds in reasons.items() if holds), None)
+    if data.order != "auto":
+        if data.order == "blocks" and reason:
+            raise setting_error("data.order", "blocks", f"{reason}. Set data.order: shuffled")
+        return data.order == "blocks", []
+    num_bytes = sum(map(num_bytes_of, train))
+    if reason or num_bytes <= SHUFFLED_UP_TO_BYTES:
+        return False, []
+    size = f"{format_bytes(num_bytes)} of text (more than {format_bytes(SHUFFLED_UP_TO_BYTES)})"
+    return True, [f"data.order: blocks, because of {size}: it is tokenized while the run trains, and read in blocks"]
 
 
 def _token_files(sources: Sequence[Source]) -> list[Path]:
@@ -150,13 +188,7 @@ def _token_files(sources: Sequence[Source]) -> list[Path]:
     return list(dict.fromkeys(each for file in files for each in (file, *companions_of(file))))
 
 
-def _are_sampled(inputs: Inputs) -> bool:
-    """Return whether token files are so large that only samples of them are read before training."""
-    files = _token_files((*inputs.train, *inputs.eval))
-    return sum(file.stat().st_size for file in files) > cache.CHECKED_AT_OPENING_BYTES
-
-
-def _contents(inputs: Inputs, root: Path, sampled: bool = False) -> JsonRecord:
+def _contents(inputs: Inputs, root: Path, sampled: Collection[Path] = ()) -> JsonRecord:
     """Return everything that determines the tokens. File names are excluded, so a corpus may move."""
     data, tokenizer = inputs.data, inputs.tokenizer
     sides = {"train": inputs.train, "eval": inputs.eval}
@@ -171,6 +203,7 @@ def _contents(inputs: Inputs, root: Path, sampled: bool = False) -> JsonRecord:
         **contents,
         "eval_fraction": None if inputs.eval else data.eval_fraction,
         **({"by_source": True} if data.mixture else {}),
+        **({"shard_bytes": SHARD_BYTES} if inputs.cut else {}),
         **({"split_seed": data.split_seed} if data.split_seed and not inputs.eval else {}),
         **({"eval_sets": [*map(len, data.by_set(inputs.eval))]} if data.eval_sets else {}),
         # Text that is shown to a trained model has other notes.
@@ -186,12 +219,14 @@ def _to_train(tokenizer: TrainedTokenizer) -> JsonRecord:
     return {"train_bpe": {"vocab_size": section.vocab_size, **section.model_dump(exclude_defaults=True)}}
 
 
-def _source_contents(source: Source, root: Path, advance: Callable[[float], object], sampled: bool) -> list[Any]:
+def _source_contents(
+    source: Source, root: Path, advance: Callable[[float], object], sampled: Collection[Path]
+) -> list[Any]:
     if source.dataset is not None:
         return [source.name, source.dataset._fingerprint]
-    tokens = _token_files([source])
-    files = tokens or source.files
-    digests = map(cache.sample_digest, files) if sampled and tokens else cache.file_digests(files, root, advance)
+    files = _token_files([source]) or source.files
+    is_sampled = sampled and files[0] in sampled
+    digests = map(cache.sample_digest, files) if is_sampled else cache.file_digests(files, root, advance)
     return [[file.suffix.lower(), digest] for file, digest in zip(files, digests)]
 
 
@@ -199,7 +234,8 @@ def _reasons_to_build(inputs: Inputs, tokenizer_contents: Any, root: Path, folde
     named = inputs.data.model_dump(
         include={"train", "eval", "subset", "split", "text_column", "eval_fraction", "encoding_errors"}
     )
-    recipe_digest = json_digest({**named, "tokenizer": tokenizer_contents})[:32]
+    order = {"order": "blocks"} if inputs.cut else {}
+    recipe_digest = json_digest({**named, **order, "tokenizer": tokenizer_contents})[:32]
     before = cache.note_latest(root, recipe_digest, folder.name)
     reasons = []
     if before and not holds_tokens(inputs.train):
@@ -242,7 +278,12 @@ def _open(
     if isinstance(tokenizer, TrainedTokenizer):
         tokenizer = prepare_tokenizer(load_tokenizer(str(folder / "tokenizer"), trust_remote_code=False))
 
-    def windows(side: str, sources: Sequence[Source], start: int, number: int, ends: Sequence[int]) -> Windows:
+    def windows(side: str, sources: Sequence[Source], start: int, number: int, ends: Sequence[int]) -> Any:
+        if inputs.cut and side == "train":
+            split = Split(**{**meta["split"], "hashes": frozenset(meta["split"]["hashes"])})
+            dtype = np.dtype(meta["dtype"])
+            shards = Shards(folder / "shards", inputs.cut, inputs.data, tokenizer, split, dtype)
+            return ShardedWindows(shards, length, number)
         if holds_tokens(sources):
             tokens = replace(read_layouts(files_of(sources)).cut(start, start + number), remedy=f"; {OTHER_TOKENIZER}")
         else:
@@ -274,31 +315,6 @@ def _open(
 
 # A larger sample no longer changes which frequent pairs become tokens, but costs minutes and gigabytes.
 _BPE_LIMIT_CHARACTERS = 1 << 30
-_BATCH_CHARACTERS = 1 << 21
-# Most evaluation text that xz reads (takes a few seconds).
-_XZ_LIMIT_BYTES = 8_000_000
-
-
-@dataclass
-class Counts:
-    """Counters that are updated as documents pass."""
-
-    num_documents: int = 0
-    num_empty_documents: int = 0
-    num_eval_documents: int = 0
-    train_bytes: int = 0
-    eval_bytes: int = 0
-    eval_start: bytearray = field(default_factory=bytearray)
-    """First megabytes of the evaluation text."""
-    notes: list[str] = field(default_factory=list)
-
-
-class Chunk(NamedTuple):
-    """A part of one document, encoded in one call."""
-
-    text: str
-    begins_document: bool
-    held_out: bool
 
 
 def build_shards(folder: Path, inputs: Inputs) -> tuple[TextTokenizer, JsonRecord]:
@@ -308,13 +324,19 @@ def build_shards(folder: Path, inputs: Inputs) -> tuple[TextTokenizer, JsonRecor
         ValueError: a document cannot be read, or no training document is left.
     """
     counts = Counts(notes=[*inputs.notes, *_leaks(inputs)])
-    split, are_tokens, sampled = Split(), holds_tokens(inputs.train), _are_sampled(inputs)
+    split, are_tokens, sampled = Split(), holds_tokens(inputs.train), bool(inputs.sampled_files)
+    read_before = inputs.cut.sample() if inputs.cut else inputs.train
     if not inputs.eval and not are_tokens:
-        split = choose_split(_texts(inputs.train, inputs), inputs.data.eval_fraction, seed=inputs.data.split_seed)
+        texts = partial(texts_of, read_before, inputs.data, "", shown=False)
+        split = choose_split(texts(), inputs.data.eval_fraction, seed=inputs.data.split_seed)
+        if inputs.cut and split.eval_fraction and not split.cut_tail:
+            # Other documents with a low hash are not held out: they would be lost for training.
+            held = (digest64(text.encode(), split.seed) for text in texts() if text and split.holds_out(text))
+            split = replace(split, eval_fraction=0.0, hashes=frozenset(held))
         counts.notes += [split.note] if split.note else []
     tokenizer = inputs.tokenizer
     if isinstance(tokenizer, TrainedTokenizer):
-        tokenizer = _train_tokenizer(tokenizer.train_bpe.vocab_size, inputs, split, counts.notes)
+        tokenizer = _train_tokenizer(tokenizer.train_bpe.vocab_size, inputs, read_before, split, counts.notes)
         tokenizer.tokenizer.save_pretrained(str(folder / "tokenizer"))
     dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
     sides = {"train": inputs.train, "eval": inputs.eval or inputs.train}
@@ -324,7 +346,7 @@ def build_shards(folder: Path, inputs: Inputs) -> tuple[TextTokenizer, JsonRecor
         written = [
             opened.enter_context(ShardWriter(folder / f"{side}.bin", dtype, tokenizer.vocab_size))
             for side, sources in sides.items()
-            if not holds_tokens(sources)
+            if not holds_tokens(sources) and not (inputs.cut and side == "train")
         ]
         train, held_out = (written[0], written[-1]) if written else (Tally(0), Tally(0))
         if are_tokens:
@@ -338,6 +360,10 @@ def build_shards(folder: Path, inputs: Inputs) -> tuple[TextTokenizer, JsonRecor
             sizes = (read_layouts(files_of([source])).num_tokens for source in inputs.train)
             ends = [min(end, cut) for end in accumulate(sizes)]
             counts.notes += notes_on_tokenizers(files, tokenizer)
+        elif inputs.cut:
+            train = _estimate(inputs.cut, split, inputs, tokenizer)
+            if not inputs.eval and inputs.data.eval_fraction:
+                _tokenise(read_before, split, inputs, tokenizer, (None, held_out), counts)
         else:
             # The windows of a mixture are of one source each.
             for sources in [[each] for each in inputs.train] if inputs.data.mixture else [inputs.train]:
@@ -362,14 +388,10 @@ def build_shards(folder: Path, inputs: Inputs) -> tuple[TextTokenizer, JsonRecor
         "separator_id": tokenizer.separator_id,
         "vocab_size": tokenizer.vocab_size,
         "tokenizer_digest": tokenizer.digest,
+        **({"split": {**vars(split), "hashes": sorted(split.hashes)}} if inputs.cut else {}),
         "eval_sets": sets,
         "facts": _corpus_facts(inputs, tokenizer.separator_id, train, held_out, counts).record(),
     }
-
-
-def byte_bar(title: str, total_bytes: float, shown: bool) -> "tqdm[Any]":
-    """Return a progress bar in bytes on standard error."""
-    return tqdm(total=total_bytes, desc=title, unit="B", unit_scale=True, disable=None if shown else True, leave=False)
 
 
 def _leaks(inputs: Inputs) -> list[str]:
@@ -384,12 +406,35 @@ def _leaks(inputs: Inputs) -> list[str]:
     )
 
 
-def _train_tokenizer(vocab_size: int, inputs: Inputs, split: Split, notes: list[str]) -> TextTokenizer:
+def _estimate(cut: Cut, split: Split, inputs: Inputs, tokenizer: TextTokenizer) -> Tally:
+    """Return about how many tokens a text in shards has, by its first shard."""
+    train = Tally(tokenizer.vocab_size)
+    _tokenise([*cut.sources_of(0)], split, replace(inputs, progress=False), tokenizer, (train, None), Counts())
+    train.num_tokens *= len(cut)
+    return train
+
+
+def _tokenise(
+    sources: Sequence[Source],
+    split: Split,
+    inputs: Inputs,
+    tokenizer: TextTokenizer,
+    writers: Writers,
+    counts: Counts,
+) -> None:
+    texts = texts_of(sources, inputs.data, "tokenizing", inputs.progress)
+    encode_all = partial(encode_ahead, tokenizer, progress=inputs.progress)
+    write_tokens(texts, split, tokenizer.separator_id, writers, counts, encode_all)
+
+
+def _train_tokenizer(
+    vocab_size: int, inputs: Inputs, sources: Sequence[Source], split: Split, notes: list[str]
+) -> TextTokenizer:
     num_characters = 0
 
     def training_texts() -> Iterator[str]:
         nonlocal num_characters
-        for text in _texts(inputs.train, inputs, title="training the tokenizer"):
+        for text in texts_of(sources, inputs.data, "training the tokenizer", inputs.progress):
             for chunk in cut_text(split.divide(text)[0]):
                 num_characters += len(chunk)
                 yield chunk
@@ -403,72 +448,6 @@ def _train_tokenizer(vocab_size: int, inputs: Inputs, split: Split, notes: list[
     return tokenizer
 
 
-def _tokenise(
-    sources: Sequence[Source],
-    split: Split,
-    inputs: Inputs,
-    tokenizer: TextTokenizer,
-    writers: tuple[ShardWriter, ShardWriter],
-    counts: Counts,
-) -> None:
-    """Write document tokens to the training or the held-out shard. A separator precedes each document."""
-    separator = np.array([tokenizer.separator_id])
-    batches = _batches(_chunks(_texts(sources, inputs, title="tokenizing"), split, counts))
-    for batch, encoded in encode_ahead(tokenizer, batches, progress=inputs.progress):
-        sides: tuple[list[Tokens], list[Tokens]] = ([], [])
-        for chunk, tokens in zip(batch, encoded):
-            sides[chunk.held_out].extend([separator, tokens] if chunk.begins_document else [tokens])
-        for writer, parts in zip(writers, sides):
-            if parts:
-                writer.write(np.concatenate(parts))
-
-
-def _chunks(texts: Iterable[str], split: Split, counts: Counts) -> Iterator[Chunk]:
-    """Yield the chunks of all documents in order and update the counts. Empty documents are skipped."""
-    for text in texts:
-        if not text:
-            counts.num_empty_documents += 1
-            continue
-        counts.num_documents += 1
-        train, held_out = split.divide(text)
-        counts.train_bytes += len(train.encode())
-        if held_out:
-            utf8 = held_out.encode()
-            counts.num_eval_documents += 1
-            counts.eval_bytes += len(utf8)
-            counts.eval_start += utf8[: _XZ_LIMIT_BYTES - len(counts.eval_start)]
-        for is_held_out, side in enumerate((train, held_out)):
-            for index, chunk in enumerate(cut_text(side)):
-                yield Chunk(chunk, index == 0, bool(is_held_out))
-
-
-def _batches(chunks: Iterable[Chunk]) -> Iterator[list[Chunk]]:
-    """Yield lists of chunks with about two million characters each."""
-    batch: list[Chunk] = []
-    num_characters = 0
-    for chunk in chunks:
-        batch.append(chunk)
-        num_characters += len(chunk.text)
-        if num_characters >= _BATCH_CHARACTERS:
-            yield batch
-            batch, num_characters = [], 0
-    if batch:
-        yield batch
-
-
-def _texts(sources: Sequence[Source], inputs: Inputs, title: str = "") -> Iterator[str]:
-    """Yield the texts of all documents in order.
-
-    With a title, and if progress is wanted, this shows a progress bar of the bytes read.
-    """
-    total = sum(map(num_bytes_of, sources))
-    with byte_bar(title, total, inputs.progress and bool(title)) as bar:
-        for source in sources:
-            for document in read_documents(source, inputs.data):
-                yield document.text
-                bar.update(document.num_source_bytes)
-
-
 def _corpus_facts(inputs: Inputs, separator_id: int, train_shard: Tally, eval_shard: Tally, counts: Counts) -> Facts:
     """Return the facts of a built corpus. Facts on text are None if the source holds tokens.
 
@@ -477,7 +456,7 @@ def _corpus_facts(inputs: Inputs, separator_id: int, train_shard: Tally, eval_sh
     train_is_text, eval_is_text = not holds_tokens(inputs.train), not holds_tokens(inputs.eval or inputs.train)
     in_files = [each.num_documents for each in (train_shard, eval_shard) if not isinstance(each, ShardWriter)]
     unigram = None
-    if eval_is_text and eval_shard.num_tokens > 1 and not _are_sampled(inputs):
+    if eval_is_text and eval_shard.num_tokens > 1 and not (inputs.cut or inputs.sampled_files):
         targets = eval_shard.token_counts.copy()
         # The first token of each set is not a target for a model either.
         targets[separator_id] -= len(inputs.data.by_set(inputs.eval))
@@ -486,12 +465,14 @@ def _corpus_facts(inputs: Inputs, separator_id: int, train_shard: Tally, eval_sh
     text = bytes(counts.eval_start)
     return Facts(
         sources=describe(inputs.train, inputs.eval),
-        num_documents=None if None in in_files else counts.num_documents + sum(each or 0 for each in in_files),
+        num_documents=None
+        if inputs.cut or None in in_files
+        else counts.num_documents + sum(each or 0 for each in in_files),
         num_empty_documents=counts.num_empty_documents,
         num_eval_documents=counts.num_eval_documents if eval_is_text else eval_shard.num_documents or 0,
         train_tokens=train_shard.num_tokens,
         eval_tokens=eval_shard.num_tokens,
-        train_bytes=counts.train_bytes if train_is_text else None,
+        train_bytes=counts.train_bytes if train_is_text and not inputs.cut else None,
         eval_bytes=counts.eval_bytes if eval_is_text else None,
         unigram_bits_per_byte=unigram,
         xz_bits_per_byte=8 * len(lzma.compress(text)) / len(text) if text else None,

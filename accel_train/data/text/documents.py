@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeVar
 
 from accel_train.core.files import digest64
 from accel_train.data.encoding import read_text
-from accel_train.data.sources import Source
+from accel_train.data.sources import Source, num_bytes_of
 from accel_train.data.tables import columns_read, read_rows, text_of
 from accel_train.recipe.data import WindowData
 
@@ -36,7 +36,7 @@ def read_documents(source: Source, data: WindowData) -> Iterator[Document]:
     """
     for part in source.parts():
         if part.kind == "text":
-            yield Document(read_text(part.files[0], data), part.files[0].stat().st_size)
+            yield Document(read_text(part.files[0], data, part.span), num_bytes_of(part))
             continue
         for row in read_rows(part, columns_read(data.text_column), data):
             yield Document(text_of(data.text_column, iter(row.cells), row.where, data), row.num_source_bytes)
@@ -48,8 +48,8 @@ class Split:
 
     eval_fraction: float = 0.0
     """Fraction of the hash range that is held out, from the lowest hash."""
-    moved_hash: int | None = None
-    """Hash of one more held-out text, above the fraction."""
+    hashes: frozenset[int] = frozenset()
+    """Hashes of more held-out texts, above the fraction."""
     cut_tail: bool = False
     """Whether to hold out the last `eval_fraction` of each document's characters instead of whole documents."""
     seed: int = 0
@@ -67,7 +67,7 @@ class Split:
     def holds_out(self, text: str) -> bool:
         """Return whether a text is for evaluation."""
         value = digest64(text.encode(), self.seed)
-        return value < self.eval_fraction * _NUM_HASHES or value == self.moved_hash
+        return value < self.eval_fraction * _NUM_HASHES or value in self.hashes
 
 
 def choose_split(texts: Iterable[str], eval_fraction: float, unit: str = "documents", seed: int = 0) -> Split:
@@ -85,7 +85,7 @@ def choose_split(texts: Iterable[str], eval_fraction: float, unit: str = "docume
     if eval_fraction == 0:
         return split
     hashes: set[int] = set()
-    last = None
+    last = 0
     num_trained = num_held_out = 0
     for text in filter(None, texts):
         last = digest64(text.encode(), seed)
@@ -108,7 +108,7 @@ def choose_split(texts: Iterable[str], eval_fraction: float, unit: str = "docume
             "lower it, or name other files in data.eval"
         )
     note = f"data.eval_fraction={eval_fraction} of {num_trained} {unit} is less than one: the last one is held out"
-    return replace(split, moved_hash=last, note=note)
+    return replace(split, hashes=frozenset([last]), note=note)
 
 
 def divide_rows(

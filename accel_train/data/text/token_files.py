@@ -98,7 +98,7 @@ def count_tokens(stream: TokenStream, start: int, stop: int, tokenizer: TextToke
                     f"{path}: token {int(chunk[number])} at position {position} is not below the vocabulary size "
                     f"{vocab_size}; {swapped}{OTHER_TOKENIZER}"
                 )
-            tally.count(chunk)
+            tally.write(chunk)
     tally.num_tokens = stop - start
     if stream.documents is not None:
         tally.num_documents = int(np.diff(np.searchsorted(stream.documents, [start, stop]))[0])

@@ -176,7 +176,7 @@ class Tally:
         """Number of documents in files that are read where they lie. None: not known."""
         self.token_counts = np.zeros(vocab_size, np.int64)
 
-    def count(self, tokens: Tokens) -> None:
+    def write(self, tokens: Tokens) -> None:
         """Count token ids below the vocabulary size."""
         self.token_counts += np.bincount(tokens.astype(np.int64), minlength=len(self.token_counts))
         self.num_tokens += len(tokens)
@@ -201,8 +201,7 @@ class ShardWriter(Tally):
                 os.fsync(self._file.fileno())
 
     def write(self, tokens: Tokens) -> None:
-        """Append token ids below the vocabulary size."""
-        self.count(tokens)
+        super().write(tokens)
         self._file.write(np.ascontiguousarray(tokens, self._dtype).data)
 
 

@@ -16,6 +16,7 @@ from accel_train.core.files import digest64
 from accel_train.data.images.images import evenly_spaced
 from accel_train.data.labels import IGNORED_LABEL
 from accel_train.data.samples import fetch
+from accel_train.data.text.shards import ShardedWindows
 from accel_train.data.text.tokens import BEGINS, PADDING, WindowDataset, parts_of
 from accel_train.task import Collated, TaskData
 
@@ -116,6 +117,7 @@ def _rows(samples: Any, tokenizer: Any) -> list[Row] | None:
     """Return the documents of windows of a text, or the fine-tuning rows of packed windows; None for other samples."""
     parts = parts_of(samples)
     found = [stream for each in parts for stream in parts_of(getattr(each, "windows", each))]
+    found = [each.first() if isinstance(each, ShardedWindows) else each for each in found]
     if streams := [each for each in found if isinstance(each, WindowDataset)]:
         return [row for each in streams for row in _documents(each, tokenizer, MOST_TOKENS // len(streams))]
     packed = [each.rows for each in parts if hasattr(each, "rows")]

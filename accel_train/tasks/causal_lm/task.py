@@ -22,6 +22,7 @@ from accel_train.core.model_card import FOLDER, Use
 from accel_train.core.state import Choice, Choices, JsonRecord
 from accel_train.data.labels import IGNORED_LABEL
 from accel_train.data.text.corpus import Corpus, prepare_text
+from accel_train.data.text.shards import sharded
 from accel_train.data.text.tokenizers import named_tokenizer
 from accel_train.data.text.tokens import collate_windows, marks_documents, samples_of
 from accel_train.metrics.scores import perplexity
@@ -121,6 +122,7 @@ class CausalLM(Task):
                 source=text,
                 large_files=text.large_files,
                 samples_of=samples_of(text.train),
+                **sharded(text.train),
             )
         else:
             rows = prepare_rows(recipe, progress=progress)

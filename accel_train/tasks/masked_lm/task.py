@@ -21,6 +21,7 @@ from transformers import (
 from accel_train.core.model_card import FOLDER, Use
 from accel_train.data.labels import IGNORED_LABEL
 from accel_train.data.text.corpus import prepare_text
+from accel_train.data.text.shards import sharded
 from accel_train.data.text.tokenizers import vocab_size_of
 from accel_train.data.text.tokens import joined, parts_of, samples_of
 from accel_train.metrics.scores import perplexity
@@ -104,6 +105,7 @@ class MaskedLM(Task):
             draw=train.draw,
             large_files=text.large_files,
             samples_of=samples_of(train.windows),
+            **sharded(train.windows),
         )
 
     def _rows_with_masks(self, recipe: Recipe) -> TaskData:

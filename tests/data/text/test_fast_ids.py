@@ -13,7 +13,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from accel_train.data.text import corpus, fast_ids
+from accel_train.data.text import encode, fast_ids
 from accel_train.data.text.corpus import prepare_text
 from accel_train.data.text.documents import cut_text
 from accel_train.data.text.fast_ids import faster_encoder
@@ -227,8 +227,8 @@ def test_a_corpus_has_the_same_tokens_and_the_same_cache_with_tiktoken(
         for text in [*DOCUMENTS, "a lone surrogate: \ud800", *(f"{n} {CODE[n:][:900]}" for n in range(99))]
     ]
     write_file("a.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
-    monkeypatch.setattr(corpus, "_BATCH_CHARACTERS", 9_000)
-    monkeypatch.setattr(corpus, "cut_text", partial(cut_text, limit=4_000))
+    monkeypatch.setattr(encode, "_BATCH_CHARACTERS", 9_000)
+    monkeypatch.setattr(encode, "cut_text", partial(cut_text, limit=4_000))
     found = []
     for batches in (10**9, 2):
         monkeypatch.setattr(fast_ids, "_BATCHES_BEFORE_CHOICE", batches)

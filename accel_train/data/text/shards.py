@@ -1,0 +1,285 @@
+"""Shards of tokens, made from raw text when they are first read: in any order, by any process, once.
+
+A shard is the text of whole lines or rows, `SHARD_BYTES` in all: its tokens depend on the sources and the tokenizer
+alone. It is published in one rename as FOLDER/000/000123.bin, with the SHA-256 of its tokens in the last 32 bytes. Its
+lock is free again when a process that makes it is killed, and the next one takes over.
+"""
+
+import hashlib
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from filelock import Timeout
+from numpy.typing import NDArray
+from torch.utils.data import Dataset
+from tqdm import tqdm
+
+from accel_train.core.errors import DataError
+from accel_train.core.files import sync
+from accel_train.core.work import working
+from accel_train.data import cache
+from accel_train.data.encoding import encoding_of
+from accel_train.data.sources import Source, files_of, num_bytes_of
+from accel_train.data.tables import parquet_file
+from accel_train.data.text.documents import Split
+from accel_train.data.text.encode import Chunk, Counts, texts_of, write_tokens
+from accel_train.data.text.fast_ids import faster_encoder
+from accel_train.data.text.tokenizers import TextTokenizer, TokenIds, encode_bytes
+from accel_train.data.text.tokens import ShardWriter, TokenStream, WindowDataset
+from accel_train.recipe.data import WindowData
+
+SHARD_BYTES = 1 << 20
+SAMPLE_BYTES = 64 << 20
+"""Text that is read before training: it trains a tokenizer, and its held-out documents are the evaluation data."""
+SHUFFLED_UP_TO_BYTES = 32 << 20
+"""Text up to which `data.order: auto` tokenizes everything before training, in about 5 s on two cores."""
+WINDOW_BITS = 32
+"""Bits of the number of a window in the number of a sample. The bits above them have the shard."""
+
+_DIGEST_BYTES = 32
+_MOST_OPEN = 1024
+_SHOWN = 16
+_POLL_SECONDS = 0.02
+_WHOLE = -1
+_CUT = {"text", "jsonl"}
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Raw text, cut into shards."""
+
+    sources: tuple[Source, ...]
+    pieces: NDArray[np.int64]
+    """Source, file, and part of the file of each piece: (pieces, 4). See `Source.span`; -1: the whole file."""
+    bounds: NDArray[np.int64]
+    """First piece of each shard, and the number of pieces: (shards + 1,)."""
+    num_bytes: float
+
+    def __len__(self) -> int:
+        return len(self.bounds) - 1
+
+    def sources_of(self, number: int) -> Iterator[Source]:
+        """Yield the pieces of a shard as sources."""
+        for at, file, start, stop in self.pieces[slice(*self.bounds[number : number + 2])].tolist():
+            source = self.sources[at]
+            if source.dataset is not None:
+                yield replace(source, dataset=source.dataset.select(range(start, stop)))
+            else:
+                yield replace(source, files=(source.files[file],), span=None if stop == _WHOLE else (start, stop))
+
+    def sample(self) -> list[Source]:
+        """Return the text of shards at equal distances, `SAMPLE_BYTES` in all. It is the same for any seed."""
+        count = min(len(self), SAMPLE_BYTES // SHARD_BYTES)
+        numbers = np.arange(count) * len(self) // count
+        return [source for number in numbers.tolist() for source in self.sources_of(number)]
+
+
+def cut(sources: tuple[Source, ...], data: WindowData) -> Cut:
+    """Cut sources into shards. Files of csv, conll, and json, and files that are not UTF-8, stay whole.
+
+    Raises:
+        ValueError: a parquet file is damaged.
+    """
+    parts, sizes = [], []
+    for number, source in enumerate(sources):
+        for file, path in enumerate(source.files or [None]):
+            edges, weights = _edges(replace(source, files=(path,) if path else ()), data)
+            count = len(edges) - 1
+            parts.append(np.stack([np.full(count, number), np.full(count, file), edges[:-1], edges[1:]], 1))
+            sizes.append(weights)
+    weights = np.concatenate(sizes)
+    shards = (np.cumsum(weights) - weights) // SHARD_BYTES
+    bounds = np.append(np.flatnonzero(np.diff(shards, prepend=-1)), len(shards))
+    return Cut(sources, np.concatenate(parts).astype(np.int64), bounds, float(weights.sum()))
+
+
+def _edges(source: Source, data: WindowData) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Return where the pieces of a data set or one file begin and end, and their bytes."""
+    num_bytes = num_bytes_of(source)
+    if source.dataset is not None:
+        num_rows = len(source.dataset)
+        step = max(1, int(SHARD_BYTES * num_rows / max(num_bytes, 1)))
+        edges = np.append(np.arange(0, num_rows, step), num_rows)
+        return edges, np.diff(edges) * (num_bytes / max(num_rows, 1))
+    path = source.files[0]
+    if source.kind == "parquet":
+        with parquet_file(path) as file:
+            groups = [file.metadata.row_group(group) for group in range(file.metadata.num_row_groups)]
+        return np.arange(len(groups) + 1), np.array([float(group.total_byte_size) for group in groups])
+    if source.kind in _CUT and num_bytes > SHARD_BYTES and encoding_of(path, data) == "utf-8":
+        edges = np.append(np.arange(0, num_bytes, SHARD_BYTES), num_bytes)
+        return edges, np.diff(edges)
+    return np.array([0, _WHOLE]), np.array([num_bytes])
+
+
+@dataclass(frozen=True)
+class Shards:
+    """The shards of a cut text, on disk or still to be made."""
+
+    folder: Path
+    cut: Cut
+    data: WindowData
+    tokenizer: TextTokenizer
+    split: Split
+    """Rule by which documents are left out of the training data."""
+    dtype: np.dtype[Any]
+
+    def path(self, number: int) -> Path:
+        """Return the file of a shard. It may not exist yet."""
+        return self.folder / f"{number // 1000:03d}" / f"{number:06d}.bin"
+
+    def make(self, number: int) -> bool:
+        """Make a shard, if no other process has made it or makes it now. Return whether it exists.
+
+        Raises:
+            DataError: its text cannot be read, or its tokens cannot be written.
+        """
+        path = self.path(number)
+        if path.exists():
+            return True
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with cache.lock(path.with_suffix(".lock")).acquire(timeout=0), working("tokenizing"):
+                if not path.exists():
+                    self._make(number, path)
+                path.with_suffix(".lock").unlink(missing_ok=True)
+        except Timeout:
+            return False
+        except OSError as error:
+            raise DataError(
+                f"tokens cannot be written to {path} ({error.strerror}). Name another data.cache_dir"
+            ) from error
+        except ValueError as error:
+            raise DataError(str(error)) from error
+        return True
+
+    def make_all(self, numbers: Iterable[int]) -> None:
+        """Make shards, or wait until other processes have made them."""
+        missing = [number for number in numbers if not self.path(number).exists()]
+        while missing:
+            left = [number for number in missing if not self.make(number)]
+            if len(left) == len(missing):
+                with working("waiting for tokens"):
+                    time.sleep(_POLL_SECONDS)
+            missing = left
+
+    def num_tokens(self, number: int) -> int:
+        """Return the number of tokens of a shard, which must exist."""
+        return (self.path(number).stat().st_size - _DIGEST_BYTES) // self.dtype.itemsize
+
+    def stream(self, number: int) -> TokenStream:
+        """Return the tokens of a shard. One that differs from its digest is made again.
+
+        Raises:
+            DataError: as for `make`.
+        """
+        path = self.path(number)
+        for _ in range(2):
+            self.make_all([number])
+            content = np.memmap(path, np.uint8, mode="r")
+            tokens = content[:-_DIGEST_BYTES]
+            if hashlib.sha256(tokens.data).digest() == content[-_DIGEST_BYTES:].tobytes():
+                return TokenStream.of(path, self.dtype, self.num_tokens(number))
+            path.unlink(missing_ok=True)
+        raise DataError(f"{path} does not keep what is written to it. Name another data.cache_dir")
+
+    def _make(self, number: int, path: Path) -> None:
+        sources, building = list(self.cut.sources_of(number)), path.with_suffix(".building")
+        stamps = [*map(cache.stamp_of, files_of(sources))]
+        with ShardWriter(building, self.dtype, self.tokenizer.vocab_size) as writer:
+            texts = texts_of(sources, self.data, "", shown=False)
+            write_tokens(texts, self.split, self.tokenizer.separator_id, (writer, None), Counts(), self._encode_all)
+        if stamps != [*map(cache.stamp_of, files_of(sources))]:
+            raise ValueError(f"{sources[0].files[0]} changed while it was tokenized. Start again")
+        with building.open("ab") as file:
+            file.write(hashlib.sha256(building.read_bytes()).digest())
+        sync(building)
+        os.replace(building, path)
+
+    def _encode_all(self, batches: Iterable[list[Chunk]]) -> Iterator[tuple[list[Chunk], list[TokenIds]]]:
+        for batch in batches:
+            yield batch, self._encode([chunk.text for chunk in batch])
+
+    def choose_encoder(self) -> None:
+        """Choose how text is encoded, which takes a second. Forked processes then need not choose again."""
+        self._encode  # noqa: B018
+
+    @cached_property
+    def _encode(self) -> Callable[[Sequence[str]], list[TokenIds]]:
+        encode = self.tokenizer.encode
+        return encode if encode is encode_bytes else faster_encoder(self.tokenizer, "").value
+
+
+def sharded(windows: Any) -> dict[str, Any]:
+    """Return the arguments of `TaskData` for windows over shards; nothing for other windows."""
+    if not isinstance(windows, ShardedWindows):
+        return {}
+    return {"shards": windows, "settings": {"data.order": "blocks"}}
+
+
+class ShardedWindows(Dataset[NDArray[np.int64]]):
+    """Windows over shards: those of `WindowDataset`, of one shard each. Window i of shard s is sample s << 32 | i."""
+
+    marks_documents = False
+
+    def __init__(self, shards: Shards, sequence_length: int, num_tokens: int) -> None:
+        """Take windows of `num_tokens` tokens in all, of which the first `SAMPLE_BYTES` of text give an estimate."""
+        self.shards, self.sequence_length, self.num_tokens = shards, sequence_length, num_tokens
+        self._opened: dict[int, TokenStream] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_opened": {}}
+
+    def __len__(self) -> int:
+        """Return the number of windows: an estimate, until `count` has counted them."""
+        return max(1, self.num_tokens // self.sequence_length)
+
+    def count(self, progress: bool) -> bool:
+        """Make all shards, so that the number of windows is exact. Return whether some were missing."""
+        numbers = np.arange(len(self.shards.cut))
+        missing = [number for number in numbers.tolist() if not self.shards.path(number).exists()]
+        for number in tqdm(missing, "tokenizing", unit=" MiB", disable=None if progress else True, leave=False):
+            self.shards.make(number)
+        self.num_tokens = int(self.counts(numbers).sum()) * self.sequence_length
+        return bool(missing)
+
+    def counts(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the number of windows of each shard, once all of them are made."""
+        self.shards.make_all(numbers.tolist())
+        tokens = np.array([self.shards.num_tokens(number) for number in numbers.tolist()])
+        return np.maximum(0, -(-(tokens - 1) // self.sequence_length))
+
+    def __getitem__(self, index: int) -> NDArray[np.int64]:
+        """Return window `index`: (T + 1,) int64."""
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> NDArray[np.int64]:
+        """Return windows in the order of `indices`, as `WindowDataset` does: (B, T + 1) int64."""
+        samples = np.asarray(indices, np.int64)
+        rows = np.empty((len(samples), self.sequence_length + 1), np.int64)
+        numbers = samples >> WINDOW_BITS
+        for number in np.unique(numbers).tolist():
+            places = np.flatnonzero(numbers == number)
+            inside = samples[places] - (number << WINDOW_BITS)
+            rows[places] = self._windows(number).__getitems__(inside.tolist())
+        return rows
+
+    def first(self) -> WindowDataset:
+        """Return the windows of some shards at equal distances."""
+        count = len(self.shards.cut)
+        stream = TokenStream.join([self.shards.stream(number) for number in range(0, count, -(-count // _SHOWN))])
+        return WindowDataset(stream, sequence_length=self.sequence_length)
+
+    def _windows(self, number: int) -> WindowDataset:
+        if number not in self._opened:
+            if len(self._opened) == _MOST_OPEN:
+                self._opened.clear()
+            self._opened[number] = self.shards.stream(number)
+        vocab_size = self.shards.tokenizer.vocab_size
+        return WindowDataset(self._opened[number], sequence_length=self.sequence_length, vocab_size=vocab_size)

@@ -1,0 +1,275 @@
+"""Shards of raw text: every document is in one, whichever process makes it, and whenever one is killed."""
+
+import json
+import multiprocessing
+import os
+import random
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as arrow
+import pytest
+from pyarrow import parquet
+
+from accel_train.core.errors import DataError
+from accel_train.data.sources import resolve_sources
+from accel_train.data.text import shards as shards_module
+from accel_train.data.text.corpus import TextCorpus, prepare_text
+from accel_train.data.text.documents import read_documents
+from accel_train.data.text.shards import ShardedWindows, Shards, cut
+from accel_train.data.text.tokens import PADDING
+from accel_train.recipe.data import WindowData
+from accel_train.recipe.schema import Recipe
+from tests.support.runs import write_file, write_jsonl
+from tests.support.wording import raises_golden
+
+MakeRecipe = Callable[..., Recipe]
+
+ROWS = [f"{number}: " + "wörd " * (number * 37 % 90) for number in range(600)]
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shards_module, "SHARD_BYTES", 4096)
+
+
+def write_parquet(name: str, rows: list[str]) -> str:
+    parquet.write_table(arrow.table({"text": rows}), name, row_group_size=11)
+    return name
+
+
+def write_saved(name: str, rows: list[str]) -> str:
+    import datasets
+
+    datasets.Dataset.from_dict({"text": rows}).save_to_disk(name)
+    return name
+
+
+def write_rows(name: str, rows: list[str]) -> str:
+    return str(write_jsonl(Path(name), ({"text": text} for text in rows)))
+
+
+def write_many(name: str, rows: list[str]) -> str:
+    for number, text in enumerate(rows):
+        write_file(f"{name}/{number:04d}.txt", text)
+    return name
+
+
+def write_csv(name: str, rows: list[str]) -> str:
+    write_file(name, "text\n" + "\n".join(rows) + "\n")
+    return name
+
+
+def write_utf16(name: str, rows: list[str]) -> str:
+    Path(name).write_text("\n".join(json.dumps({"text": text}) for text in rows), encoding="utf-16")
+    return name
+
+
+SOURCES: dict[str, Callable[[str, list[str]], str]] = {
+    "a.jsonl": write_rows,
+    "a.parquet": write_parquet,
+    "saved": write_saved,
+    "folder": write_many,
+    "a.csv": write_csv,
+    "wide.jsonl": write_utf16,
+}
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_the_shards_have_every_document_of_a_source_once_and_in_order(name: str) -> None:
+    data = WindowData(train=SOURCES[name](name, ROWS))
+    sources = resolve_sources(data.train, data, key="data.train")
+    whole = cut(sources, data)
+    found = [[*map(read_documents, whole.sources_of(number), [data] * 10**6)] for number in range(len(whole))]
+    texts = [[document.text for part in shard for document in part] for shard in found]
+    assert [text for shard in texts for text in shard] == ROWS
+    if name in ("a.csv", "wide.jsonl"):
+        assert len(whole) == 1, "it stays whole"
+    else:
+        assert len(whole) > 10
+        assert max(sum(len(text.encode()) for text in shard) for shard in texts) < 3 * 4096
+
+
+@pytest.mark.parametrize("sign", ["\n", " ", "ö", "\r\n"])
+def test_one_long_text_is_cut_at_lines_at_words_or_at_characters(sign: str) -> None:
+    text = "".join(f"{number}ö{sign}" for number in range(9000))
+    data = WindowData(train=str(write_file("long.txt", text)))
+    whole = cut(resolve_sources(data.train, data, key="data.train"), data)
+    pieces = [next(read_documents(next(whole.sources_of(number)), data)).text for number in range(len(whole))]
+    assert "".join(pieces) == text
+    assert len(pieces) == -(-len(text.encode()) // 4096)
+    if sign != "ö":
+        assert all(piece.endswith(sign) for piece in pieces)
+
+
+def test_a_row_longer_than_a_shard_is_in_one() -> None:
+    rows = ["a", "b" * 20_000, "c", "d" * 5000]
+    data = WindowData(train=write_rows("a.jsonl", rows))
+    whole = cut(resolve_sources(data.train, data, key="data.train"), data)
+    found = [
+        [each.text for part in whole.sources_of(n) for each in read_documents(part, data)] for n in range(len(whole))
+    ]
+    assert [shard for shard in found if shard] == [["a", rows[1]], ["c", rows[3]]]
+
+
+def prepared(text_recipe: MakeRecipe, **settings: Any) -> TextCorpus:
+    settings = {"order": "blocks", "sequence_length": 16, "eval_fraction": 0.05, **settings}
+    return prepare_text(text_recipe(write_rows("a.jsonl", ROWS), **settings), progress=False)
+
+
+def tokens_of(windows: ShardedWindows, number: int) -> list[int]:
+    (count,) = windows.counts(np.array([number])).tolist()
+    rows = windows.__getitems__([(number << 32) + index for index in range(count)])
+    tokens = np.concatenate([*rows[:, :-1], rows[-1, -1:]]) if count else np.zeros(0, np.int64)
+    return tokens[tokens != PADDING].tolist()
+
+
+def test_the_shards_and_the_evaluation_data_have_every_document_once(text_recipe: MakeRecipe) -> None:
+    corpus = prepared(text_recipe)
+    windows: Any = corpus.train
+    tokens = [token for number in range(len(windows.shards.cut)) for token in tokens_of(windows, number)]
+    held: Any = corpus.eval
+    tokens += held.stream.rows(np.zeros(1, np.int64), held.num_tokens)[0].tolist()
+    documents: list[list[int]] = []
+    for token in tokens:
+        documents.append([]) if token == corpus.separator_id else documents[-1].append(token)
+    assert Counter(corpus.tokenizer.decode(document) for document in documents) == Counter(ROWS)
+    assert corpus.facts.num_eval_documents == 31
+    assert corpus.facts.train_tokens == pytest.approx(len(tokens) - held.num_tokens, rel=0.2)
+
+
+def test_only_the_held_out_documents_of_the_sample_and_their_copies_are_left_out(
+    text_recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shards_module, "SAMPLE_BYTES", 4 * 4096)
+    rows = [*ROWS, *ROWS[::-1]]
+    recipe = text_recipe(write_rows("a.jsonl", rows), order="blocks", sequence_length=16, eval_fraction=0.3)
+    corpus = prepare_text(recipe, progress=False)
+    windows: Any = corpus.train
+    tokens = [token for number in range(len(windows.shards.cut)) for token in tokens_of(windows, number)]
+    documents: list[list[int]] = []
+    for token in tokens:
+        documents.append([]) if token == corpus.separator_id else documents[-1].append(token)
+    counts = Counter(corpus.tokenizer.decode(document) for document in documents)
+    left_out = [text for text in ROWS if not counts[text]]
+    assert {*counts.values()} == {2}
+    assert 0 < len(left_out) < 0.15 * len(ROWS), "0.3 of the sample alone"
+    assert corpus.facts.num_eval_documents <= 2 * len(left_out)
+
+
+def test_a_trained_tokenizer_and_the_shards_do_not_depend_on_the_seed_or_the_cache(text_recipe: MakeRecipe) -> None:
+    digests = []
+    for seed, cache_dir in ((0, "one"), (0, "two"), (5, "three")):
+        recipe = text_recipe(
+            write_rows("a.jsonl", ROWS),
+            order="blocks",
+            cache_dir=cache_dir,
+            tokenizer={"train_bpe": {"vocab_size": 400}},
+        )
+        corpus = prepare_text(recipe.model_copy(update={"seed": seed}), progress=False)
+        windows: Any = corpus.train
+        numbers = [*range(len(windows.shards.cut))]
+        random.Random(seed).shuffle(numbers)
+        for number in numbers:
+            assert windows.shards.make(number)
+        files = sorted(Path(cache_dir).rglob("shards/*/*"))
+        assert [file.suffix for file in files] == [".bin"] * len(numbers), "no lock, no file of a build"
+        digests.append((corpus.fingerprint, [sha256(file.read_bytes()).hexdigest() for file in files]))
+    assert digests[0] == digests[1] == digests[2]
+
+
+def shards_of(text_recipe: MakeRecipe) -> Shards:
+    windows: Any = prepared(text_recipe).train
+    shards: Shards = windows.shards
+    return shards
+
+
+def test_a_damaged_shard_is_made_again(text_recipe: MakeRecipe) -> None:
+    shards = shards_of(text_recipe)
+    shards.make_all([3])
+    path = shards.path(3)
+    content = path.read_bytes()
+    path.write_bytes(content[:100] + b"?" + content[101:])
+    shards.stream(3)
+    assert path.read_bytes() == content
+
+
+def test_a_row_that_cannot_be_read_is_named_when_its_shard_is_made(text_recipe: MakeRecipe) -> None:
+    path = Path("bad.jsonl")
+    lines = [json.dumps({"text": text}) for text in ROWS]
+    lines[500] = '{"text": 5}'
+    path.write_text("\n".join(lines))
+    recipe = text_recipe(str(path), order="blocks", sequence_length=16, eval_fraction=0)
+    windows: Any = prepare_text(recipe, progress=False).train
+    at = len("\n".join(lines[:500])) // 4096
+    with raises_golden(DataError):
+        windows.shards.make_all(range(at, at + 2))
+
+
+def test_a_source_that_changes_while_it_is_read_gives_no_shard(
+    text_recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shards = shards_of(text_recipe)
+
+    def encode(texts: Any) -> Any:
+        with Path("a.jsonl").open("a") as file:
+            file.write("\n")
+        return shards.tokenizer.encode(texts)
+
+    monkeypatch.setattr(Shards, "_encode", staticmethod(encode))
+    with pytest.raises(DataError):
+        shards.make(2)
+    assert not shards.path(2).exists()
+
+
+def test_a_hundred_kills_leave_no_half_shard_and_the_next_process_takes_over(
+    text_recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shards = shards_of(text_recipe)
+    numbers = [*range(len(shards.cut))]
+    shards.make_all(numbers)
+    whole = {number: shards.path(number).read_bytes() for number in numbers}
+    generator, kills, taken_over = random.Random(1), 0, 0
+    left, patience = 0, 0.06
+    encode = shards.tokenizer.encode
+
+    def slowly(texts: Any) -> Any:
+        time.sleep(0.004)
+        return encode(texts)
+
+    monkeypatch.setattr(Shards, "_encode", staticmethod(slowly))
+    context = multiprocessing.get_context("fork")
+    while kills < 100:
+        for number in numbers:
+            shards.path(number).unlink(missing_ok=True)
+        while missing := [number for number in numbers if not shards.path(number).exists()]:
+            has_begun = context.Event()
+
+            def work(has_begun: Any = has_begun, missing: list[int] = missing) -> None:
+                has_begun.set()
+                shards.make_all(missing)
+
+            workers = [context.Process(target=work) for _ in range(2)]
+            for worker in workers:
+                worker.start()
+            has_begun.wait()
+            # Longer and longer, so that a slow machine gets on too.
+            patience = patience * 1.5 if len(missing) == left else 0.06
+            left = len(missing)
+            time.sleep(generator.random() * patience)
+            for worker in workers:
+                if worker.pid is not None and worker.is_alive():
+                    os.kill(worker.pid, signal.SIGKILL)
+                    kills += 1
+                worker.join()
+            taken_over += any(shards.folder.rglob("*.building"))
+            for number in numbers:
+                if shards.path(number).exists():
+                    assert shards.path(number).read_bytes() == whole[number]
+    assert taken_over >= 10, "killed, and nothing is half done"
