@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from accel_train.data.samples import fetch
+from accel_train.data.text import shards
 from accel_train.model.kernels import chunked_loss
 from accel_train.recipe.schema import Recipe
 from accel_train.task import Batch, TaskData, Tensors
@@ -82,13 +83,14 @@ class ProbeTask(CausalLM):
     no_room_to_evaluate: rows; counts_forwards: a batch norm, whose statistics are those of the steps that were done;
     weighs (folder): the bytes of the weights with values, after each build of a model, in a file of each process;
     seconds_a_forward: how long each takes at least; logits_at_once: how many, where
-    the loss is computed in chunks."""
+    the loss is computed in chunks; shard_bytes: of raw text that is tokenized meanwhile."""
 
     spec = CausalLM.spec
 
     def load_data(self, recipe: Recipe, *, progress: bool) -> TaskData:
         self.options = recipe.options
         chunked_loss.LOGITS_AT_ONCE = self.options.get("logits_at_once", chunked_loss.LOGITS_AT_ONCE)
+        shards.SHARD_BYTES = self.options.get("shard_bytes", shards.SHARD_BYTES)
         self.accumulation_calls = self.times_run_out = 0
         self.last_batch: Batch | None = None
         data = super().load_data(recipe, progress=progress)

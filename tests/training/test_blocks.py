@@ -1,0 +1,255 @@
+"""Training on text that is tokenized meanwhile: the same run on any number of processes, and after any kill."""
+
+import random
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+from accel_train import train
+from accel_train.data.text import corpus, shards
+from accel_train.data.text.corpus import prepare_text
+from accel_train.engine.block_order import block_order
+from accel_train.engine.resolve import check_recipe
+from accel_train.plan.plan import resolve_plan
+from accel_train.plan.prepare import prepare
+from accel_train.recipe.loader import Recipe
+from tests.support.comparisons import assert_same_bits_of_runs
+from tests.support.processes import run_forked
+from tests.support.runs import (
+    Settings,
+    event_steps,
+    metrics,
+    recipe_dict,
+    refused,
+    samples_by_step,
+    train_recipe,
+    write_rows,
+    write_yaml,
+)
+
+BATCH, STEPS, MIB = 12, 30, 1 << 20
+
+
+def text(folder: Path, num_bytes: int) -> str:
+    path = folder / "text.jsonl"
+    if not path.exists():
+        generator, rows, size = random.Random(3), [], 0
+        words = ["".join(generator.choices("abcdefgh", k=k)) for k in range(2, 9) for _ in range(40)]
+        while size < num_bytes:
+            rows.append({"text": f"{len(rows)} " + " ".join(generator.choices(words, k=generator.randrange(20, 900)))})
+            size += len(rows[-1]["text"]) + 13
+        write_rows(str(path), rows)
+    return str(path)
+
+
+def blocks(folder: Path, num_bytes: int = 100_000, **sections: Any) -> Settings:
+    data = {"train": text(folder, num_bytes), "order": "blocks", "sequence_length": 32, "eval_fraction": 0.01}
+    sections = {"batch": {"global_batch_size": BATCH}, "schedule": {"max_steps": STEPS}, **sections}
+    sections["data"] = {**data, **sections.get("data", {})}
+    return recipe_dict(folder, evaluate={"max_samples": 8}, **sections)
+
+
+def short_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shards of 1 KiB, so that a run of some steps reads several blocks. For runs in this process."""
+    monkeypatch.setattr(shards, "SHARD_BYTES", 1024)
+
+
+def data_of(recipe: Settings) -> Any:
+    return prepare_text(check_recipe(Recipe.model_validate(recipe))[0], progress=False)
+
+
+def stored(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in sorted(folder.rglob("shards/*/*"))}
+
+
+def children() -> list[psutil.Process]:
+    return [each for each in psutil.Process().children() if each.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_a_run_reads_the_samples_of_its_order_and_ends_its_helpers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    short_blocks(monkeypatch)
+    (tmp_path / "reads").mkdir()
+    before = len(children())
+    recipe = blocks(tmp_path, 100_000, options={"record": str(tmp_path / "reads")})
+    train(recipe)
+    order = block_order(Recipe.model_validate(recipe), data_of(recipe).train, BATCH)
+    read = samples_by_step(tmp_path / "reads", 1, BATCH)[:STEPS]
+    assert read == [order.step_samples(step).tolist() for step in range(STEPS)]
+    assert len({sample for step in read for sample in step}) == BATCH * STEPS
+    assert len(children()) == before
+    assert order.num_read > 8, "more than a block"
+    for line in metrics(tmp_path / "run"):
+        assert line["epoch"] == pytest.approx(line["step"] * BATCH / order.about_samples, rel=1e-3)
+
+
+def test_the_first_step_does_not_wait_for_the_last_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    short_blocks(monkeypatch)
+    monkeypatch.setattr("accel_train.engine.loader.SHARDS_AHEAD", 4)
+    train(blocks(tmp_path, 200_000, schedule={"max_steps": 2}))
+    num_made = len(stored(tmp_path / "cache"))
+    assert 8 <= num_made <= 14
+    assert len(data_of(blocks(tmp_path)).train.shards.cut) > 90
+
+
+@pytest.mark.slow
+def test_blocks_are_the_same_run_on_1_2_and_4_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines, samples = {}, {}
+    for processes in (1, 2, 4):
+        reads = tmp_path / f"reads {processes}"
+        reads.mkdir()
+        output = tmp_path / f"run {processes}"
+        cache = {"cache_dir": str(tmp_path / f"cache {processes}")}
+        options = {"record": str(reads), "shard_bytes": 1024}
+        recipe = blocks(tmp_path, output_dir=str(output), data=cache, options=options)
+        with monkeypatch.context() as patch:
+            short_blocks(patch)
+            train_recipe(recipe, processes)
+        lines[processes], samples[processes] = metrics(output), samples_by_step(reads, processes, BATCH)[:STEPS]
+        made, first = stored(tmp_path / f"cache {processes}"), stored(tmp_path / "cache 1")
+        assert len(made.keys() & first.keys()) > 20
+        assert [made[name] for name in made.keys() & first.keys()] == [first[n] for n in made.keys() & first.keys()]
+    for processes in (2, 4):
+        assert samples[processes] == samples[1]
+        for line, alone in zip(lines[processes], lines[1], strict=True):
+            assert line["step_loss"] == pytest.approx(alone["step_loss"], rel=1e-5)
+
+
+def test_masked_language_models_read_blocks_with_new_masks_in_each_epoch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    short_blocks(monkeypatch)
+    config = {"model_type": "bert", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = {"config": {**config, "intermediate_size": 16, "max_position_embeddings": 64}}
+    recipe = blocks(tmp_path, 20_000, task="masked-lm", schedule={"max_steps": 100})
+    train({**recipe, "model": model, "tokenizer": {"train_bpe": {"vocab_size": 300}}})
+    (last,) = [line for line in metrics(tmp_path / "run") if line["step"] == 100]
+    assert last["epoch"] > 1
+
+
+@pytest.mark.faults
+def test_killed_and_gone_on_with_2_1_4_2_processes_blocks_are_the_uninterrupted_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = random.Random(4)
+    other = {"cache_dir": str(tmp_path / "other")}
+    whole = blocks(tmp_path, output_dir=str(tmp_path / "whole"), data=other, options={"shard_bytes": 1024})
+    path = write_yaml(tmp_path / "whole.yaml", whole)
+    run_forked(["run", str(path)], 2, folder=tmp_path / "processes").expect(0, 240)
+    output, begun_at, read = tmp_path / "run", 0, dict[int, list[int]]()
+    for number, processes in enumerate((2, 1, 4, 2)):
+        reads = tmp_path / "reads" / str(number)
+        reads.mkdir(parents=True)
+        options: Settings = {"record": str(reads), "first_step": begun_at, "shard_bytes": 1024}
+        if number < 3:
+            options["kill_at"] = {"step": 8 * number + generator.randrange(4, 8), "rank": processes - 1}
+        recipe = blocks(tmp_path, output_dir=str(output), options=options, checkpoint={"every_steps": 3})
+        path = write_yaml(tmp_path / "run.yaml", recipe)
+        forked = run_forked(["run", str(path)], processes, folder=tmp_path / f"processes {number}")
+        assert forked.wait()[-1] == (0 if number == 3 else -signal.SIGKILL)
+        steps = samples_by_step(reads, processes, BATCH)
+        read |= {begun_at + at: samples for at, samples in enumerate(steps) if begun_at + at < STEPS}
+        begun_at = int(sorted((output / "checkpoints").glob("step-*"))[-1].name.removeprefix("step-"))
+    assert len(event_steps(output, "resume")) == 3
+    short_blocks(monkeypatch)
+    order = block_order(Recipe.model_validate(whole), data_of(whole).train, BATCH)
+    assert [read[step] for step in range(STEPS)] == [order.step_samples(step).tolist() for step in range(STEPS)]
+    for line, before in zip(metrics(output), metrics(tmp_path / "whole"), strict=True):
+        assert line["step_loss"] == pytest.approx(before["step_loss"], rel=1e-5)
+
+
+@pytest.mark.faults
+def test_twenty_kills_of_all_processes_leave_equal_shards_and_the_same_run_to_the_bit(tmp_path: Path) -> None:
+    generator = random.Random(9)
+    size, options, steps = 4 * MIB, {"shard_bytes": 8192}, 600
+    sections: Settings = {"options": options, "checkpoint": {"every_steps": 20}, "schedule": {"max_steps": steps}}
+    whole = blocks(
+        tmp_path, size, output_dir=str(tmp_path / "whole"), data={"cache_dir": str(tmp_path / "other")}, **sections
+    )
+    path = write_yaml(tmp_path / "whole.yaml", whole)
+    run_forked(["run", str(path)], 2, folder=tmp_path / "processes").expect(0, 240)
+    path = write_yaml(tmp_path / "run.yaml", blocks(tmp_path, size, **sections))
+    numbers = []
+    for _ in range(20):
+        forked = run_forked(["run", str(path)], 2, folder=tmp_path / "processes")
+        time.sleep(generator.random() * 2)
+        forked.end()
+        forked.wait()
+        numbers.append(len([*(tmp_path / "cache").rglob("shards/*/*.bin")]))
+    run_forked(["run", str(path)], 2, folder=tmp_path / "processes").expect(0, 240)
+    print(f"shards after each kill: {numbers}")
+    assert len({*numbers}) >= 5, "killed while tokens were made"
+    assert_same_bits_of_runs(tmp_path / "run", tmp_path / "whole", steps)
+    made, first = stored(tmp_path / "cache"), stored(tmp_path / "other")
+    names = [name for name in made.keys() & first.keys() if name.endswith(".bin")]
+    assert len(names) >= 8
+    assert [made[name] for name in names] == [first[name] for name in names]
+
+
+def test_auto_chooses_by_the_size_of_the_text_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    short_blocks(monkeypatch)
+    recipe = blocks(tmp_path, 50_000, data={"order": "auto"})
+    size = (tmp_path / "text.jsonl").stat().st_size
+    for limit, expected in ((size, False), (size - 1, True)):
+        monkeypatch.setattr(corpus, "SHUFFLED_UP_TO_BYTES", limit)
+        for warm in range(2):
+            found = data_of(recipe)
+            assert isinstance(found.train, shards.ShardedWindows) == expected, warm
+            assert any("data.order" in note for note in found.facts.notes) == expected
+
+
+def test_epochs_are_counted_before_the_first_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    short_blocks(monkeypatch)
+    recipe = blocks(tmp_path, 30_000, schedule={"max_steps": None, "num_epochs": 2})
+    plan = resolve_plan(Recipe.model_validate(recipe))
+    windows = data_of(recipe).train
+    count = int(windows.counts(np.arange(len(windows.shards.cut))).sum())
+    assert len(windows) == count
+    assert plan.steps.max_steps == -(-2 * count // BATCH)
+    train(recipe)
+    assert metrics(tmp_path / "run")[-1]["epoch"] == pytest.approx(plan.steps.max_steps * BATCH / count, rel=1e-3)
+
+
+def test_prepare_makes_all_shards_and_the_run_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    short_blocks(monkeypatch)
+    recipe = blocks(tmp_path, 50_000, schedule={"max_steps": 2})
+    (tokens,) = [part for part in prepare(Recipe.model_validate(recipe)) if part.name == "tokens"]
+    assert not tokens.was_there
+    windows = data_of(recipe).train
+    made = stored(tmp_path / "cache")
+    assert len(made) == len(windows.shards.cut)
+    (tokens,) = [part for part in prepare(Recipe.model_validate(recipe)) if part.name == "tokens"]
+    assert tokens.was_there
+    monkeypatch.setattr(shards.Shards, "_make", None)
+    train(recipe)
+    assert stored(tmp_path / "cache") == made
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"data": {"last_batch": "short"}},
+        {"data": {"train": [{"source": "a.jsonl", "weight": 1}]}},
+        {"data": {"train": "a.bin"}, "tokenizer": "bytes"},
+    ],
+)
+def test_blocks_that_cannot_be_are_refused(tmp_path: Path, change: Settings) -> None:
+    write_rows("a.jsonl", [{"text": "a" * 200}] * 20)
+    np.zeros(4096, np.uint16).tofile("a.bin")
+    refused(train, blocks(tmp_path, 10_000, **change), named="data.order")
+
+
+def test_a_run_of_an_order_of_all_samples_does_not_go_on_in_blocks(tmp_path: Path) -> None:
+    stops = {"term_at": {"step": 3, "rank": 0}}
+    recipe = blocks(tmp_path, 10_000, data={"order": "shuffled"}, options=stops)
+    train_recipe(recipe, expect=75)
+    again = {**recipe, "options": {}}
+    again["data"] = {**recipe["data"], "order": "blocks"}
+    refused(train, again, named="data.order")
+    train({**recipe, "options": {}})
