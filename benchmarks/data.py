@@ -11,6 +11,8 @@ import argparse
 import json
 import os
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -54,9 +56,11 @@ class Sizes:
     encoded_bytes: int
     """Python source of this environment that is encoded."""
     encode_rounds: int
+    first_step_gib: tuple[int, ...]
+    """Sizes of raw texts whose first step is waited for."""
 
 
-FULL = Sizes("python-stdlib", 50_000_000, 12, 1024, 500, 10**9, 2000, 10_000_000, 800_000, 7, 40_000_000, 3)
+FULL = Sizes("python-stdlib", 50_000_000, 12, 1024, 500, 10**9, 2000, 10_000_000, 800_000, 7, 40_000_000, 3, (1, 4))
 
 
 @dataclass(frozen=True)
@@ -143,11 +147,13 @@ def encoding(sizes: Sizes, folder: Path) -> list[Figure]:
     assert callable(tiktoken), tiktoken
     numbers = iter(range(10**9))
 
-    def prepare(batches_before_choice: int) -> None:
+    def prepare(batches_before_choice: int, order: str) -> None:
         fast_ids._BATCHES_BEFORE_CHOICE = batches_before_choice
-        data = {"train": str(source), "cache_dir": str(folder / f"encode-{next(numbers)}"), "sequence_length": 1024}
+        cache = str(folder / f"encode-{next(numbers)}")
+        data = {"train": str(source), "cache_dir": cache, "sequence_length": 1024, "order": order}
         model = {"config": {"model_type": "gpt2"}}
-        sections = {"model": model, "data": data, "tokenizer": str(saved), "schedule": {"max_steps": 1}}
+        # Epochs are counted, so all shards are made.
+        sections = {"model": model, "data": data, "tokenizer": str(saved), "schedule": {"num_epochs": 1}}
         prepare_text(Recipe.model_validate({"output_dir": "unused", **sections}), progress=False)
 
     def map_rows() -> None:
@@ -155,8 +161,9 @@ def encoding(sizes: Sizes, folder: Path) -> list[Figure]:
         rows.map(lambda batch: tokenizer(batch["text"]), batched=True, cache_file_name=arrow)
 
     cases: dict[str, Callable[[], object]] = {
-        "prepare_text, with tiktoken": lambda: prepare(2),
-        "prepare_text, without": lambda: prepare(10**9),
+        "prepare_text, with tiktoken": lambda: prepare(2, "shuffled"),
+        "prepare_text, without": lambda: prepare(10**9, "shuffled"),
+        "prepare_text in shards, with tiktoken": lambda: prepare(2, "blocks"),
         "tiktoken alone": lambda: tiktoken(chunks),
         "tokenizers alone": lambda: document_encoder(tokenizer, 0)(chunks),
         "datasets.map": map_rows,
@@ -170,6 +177,55 @@ def encoding(sizes: Sizes, folder: Path) -> list[Figure]:
             figures[name, "MiB/CPU s"].values.append(num_bytes / 2**20 / (time.process_time() - cpu))
     cores = len(os.sched_getaffinity(0))
     return [replace(figure, what=f"{figure.what}, cores: {cores}") for figure in figures.values()]
+
+
+def first_step(sizes: Sizes, folder: Path) -> list[Figure]:
+    """Seconds from the start of `accel-train run` on raw text to the first line of its metrics, with a cold cache."""
+    from accel_train.data.builtin.stdlib import python_stdlib_files
+    from accel_train.data.text.tokenizers import train_bpe
+
+    texts = [file.read_text(errors="replace") for file in python_stdlib_files()]
+    tokenizer = train_bpe(texts[:400], 32_768)
+    tokenizer.save_pretrained(folder / "tokenizer")
+    with (folder / "0.jsonl").open("w") as file:
+        number = 0
+        while file.tell() < 2**30:
+            text = texts[number % len(texts)]
+            file.write(json.dumps({"text": f"document {number}\n{text}"}) + "\n")
+            number += 1
+    model = {"model_type": "gpt2", "n_layer": 2, "n_head": 2, "n_embd": 64}
+    figures = []
+    for gib in sizes.first_step_gib:
+        source, run = folder / f"{gib} GiB", folder / f"run {gib}"
+        source.mkdir()
+        for part in range(gib):
+            os.link(folder / "0.jsonl", source / f"{part}.jsonl")
+        recipe = {
+            "task": "causal-lm",
+            "output_dir": str(run),
+            "model": {"config": model},
+            "data": {"train": str(source), "cache_dir": str(folder / f"cache {gib}"), "sequence_length": 512},
+            "tokenizer": str(folder / "tokenizer"),
+            "batch": {"global_batch_size": 4},
+            "schedule": {"max_steps": 1},
+            "log": {"every_steps": 1},
+            "evaluate": {"max_samples": 4},
+        }
+        path = folder / f"{gib}.yaml"
+        path.write_text(json.dumps(recipe))
+        start = time.perf_counter()
+        with subprocess.Popen(
+            [sys.executable, "-m", "accel_train", "run", str(path)], stderr=subprocess.PIPE
+        ) as running:
+            while not ((run / "metrics.jsonl").exists() and (run / "metrics.jsonl").read_text()):
+                if running.poll() is not None:
+                    raise SystemExit(running.stderr and running.stderr.read().decode())
+                time.sleep(0.02)
+            seconds = time.perf_counter() - start
+            running.terminate()
+        cores = len(os.sched_getaffinity(0))
+        figures.append(Figure("first step", f"raw text, {gib} GiB, cores: {cores}", "s", [seconds], "<= 10"))
+    return figures
 
 
 # --- tokens to batches -----------------------------------------------------------------------------------------------
@@ -340,7 +396,7 @@ def _alternate(cases: dict[str, Callable[[], None]], rounds: int, clock: Callabl
     return seconds
 
 
-PARTS = ("tokenise", "encode", "read", "order", "resume")
+PARTS = ("tokenise", "encode", "first", "read", "order", "resume")
 
 
 def measure(sizes: Sizes, parts: Sequence[str], folder: Path) -> list[Figure]:
@@ -352,6 +408,8 @@ def measure(sizes: Sizes, parts: Sequence[str], folder: Path) -> list[Figure]:
         figures += tokenising(sizes, folder)
     if "encode" in parts:
         figures += encoding(sizes, folder)
+    if "first" in parts:
+        figures += first_step(sizes, folder)
     if "read" in parts:
         figures += reading(sizes, folder)
     if "order" in parts:
@@ -377,7 +435,8 @@ def main() -> None:
     found, others = [], []
     # Rust threads are as many as the cores that a process may use, and one where all is measured on one thread.
     for cores in (0, 1, os.cpu_count() or 1):
-        parts = [part for part in arguments.parts if (part == "encode") == bool(cores)]
+        of_cores = {0: set(PARTS) - {"encode", "first"}, 1: {"encode"}}.get(cores, {"encode", "first"})
+        parts = [part for part in arguments.parts if part in of_cores]
         if not parts:
             continue
         with tempfile.TemporaryDirectory() as folder:

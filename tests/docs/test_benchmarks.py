@@ -262,6 +262,7 @@ def test_data_prints_every_part(tmp_path: Path) -> None:
         "rounds": 2,
         "encoded_bytes": 200_000,
         "encode_rounds": 1,
+        "first_step_gib": [],
     }
     rows, saved = measured("data", tmp_path, "--sizes", json.dumps(sizes))
     assert {row["part"] for row in rows} == {"tokenise", "encode", "read", "order", "first batch"}
