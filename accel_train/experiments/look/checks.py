@@ -106,7 +106,6 @@ class Step(NamedTuple):
 
 def find(train: Sequence[Unit], held: Sequence[Unit], names: Sequence[str], steps: Sequence[Step]) -> list[Finding]:
     """Return the findings about training samples, evaluation samples, and steps, the most harmful first."""
-    order = list(KINDS)
     found = chain(
         _of_samples([*train, *held]),
         _repeated(train, held),
@@ -115,7 +114,7 @@ def find(train: Sequence[Unit], held: Sequence[Unit], names: Sequence[str], step
         _of_steps(steps),
     )
     kept = (each for each in found if each.count > LEAST_SHARES.get(each.kind, 0) * each.total)
-    return sorted(kept, key=lambda each: order.index(each.kind))
+    return sorted(kept, key=lambda each: [*KINDS].index(each.kind))
 
 
 def _finding(kind: str, units: Sequence[Unit], total: int) -> Finding:

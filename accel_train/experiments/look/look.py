@@ -129,7 +129,8 @@ def _batches(data: TaskData, order: DataOrder, size: int) -> Iterator[list[Colla
 
 def _summed(batches: Sequence[Collated], shuffled: bool) -> Step:
     labels = [batch["labels"] for batch in batches if "labels" in batch]
-    is_of_one_class = not shuffled and all(each.ndim == 1 for each in labels) and len(torch.cat(labels).unique()) == 1
+    has_classes = bool(labels) and all(each.ndim == 1 for each in labels)
+    is_of_one_class = has_classes and not shuffled and len(torch.cat(labels).unique()) == 1
     masks = [batch["attention_mask"] for batch in batches if "attention_mask" in batch]
     padding, positions = sum(int((mask == 0).sum()) for mask in masks), sum(mask.numel() for mask in masks)
     return Step(sum(batch["num_targets"] for batch in batches), is_of_one_class, padding, positions)

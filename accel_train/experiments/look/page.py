@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 from PIL import Image
+from transformers.image_transforms import center_to_corners_format
 
 from accel_train.core.format import format_count
 from accel_train.core.ownership import write_file
@@ -21,10 +22,8 @@ def write_page(look: Look, path: Path) -> Path:
     """Write the page of a look, and return its path. `core.ownership.check_file` must have accepted the path."""
     page = page_template("data.html").render(
         title=f"Data of {look.recipe.output_dir}",
-        lead=look.lead,
         findings=format_count(len(look.findings), "finding"),
         look=look,
-        bins=look.bins,
         pictures=list(_pictures(look)),
         uplot={"css": ""},
         footer=made_by(),
@@ -53,9 +52,7 @@ def _pictures(look: Look) -> Iterator[JsonRecord]:
 
 
 def _boxes(look: Look, number: int, size: tuple[int, int]) -> Iterator[Box]:
-    for (x, y, width, height), label in zip(
-        look.batch["boxes"][number].tolist(), look.batch["class_ids"][number].tolist()
-    ):
+    edges = center_to_corners_format(look.batch["boxes"][number]).numpy() * (size * 2)
+    for corners, label in zip(edges.tolist(), look.batch["class_ids"][number].tolist()):
         if label >= 0:
-            edges = np.array([x - width / 2, y - height / 2, x + width / 2, y + height / 2]) * (size * 2)
-            yield Box(edges.tolist(), look.label_names[label], color_of_class(label))
+            yield Box(corners, look.label_names[label], color_of_class(label))

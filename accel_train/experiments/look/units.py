@@ -71,11 +71,11 @@ class Unit(NamedTuple):
     """Tokens; 0 without token ids."""
     problems: tuple[str, ...]
     """Kinds of findings about this sample alone."""
-    words: NDArray[np.uint32]
-    """Hash of each word."""
     beginning: str
     """Beginning of the text, or why the sample cannot be read."""
-    parts: tuple[tuple[str, bool], ...]
+    words: NDArray[np.uint32] = np.zeros(0, np.uint32)
+    """Hash of each word."""
+    parts: tuple[tuple[str, bool], ...] = ()
     """Text in parts, each with whether the loss counts its tokens. Empty after the first samples."""
 
     @property
@@ -90,19 +90,21 @@ def read_units(data: TaskData, section: Any, *, is_training: bool) -> Iterator[U
     A unit that cannot be read has the problem `unreadable`, and the error in place of its beginning.
     """
     samples: Any = data.train if is_training else data.eval
+    if samples is None:
+        return
     side, tokenizer = "train" if is_training else "eval", tokenizer_of(data)
-    rows = None if samples is None else _rows(samples, tokenizer)
-    count = len(rows) if rows is not None else 0 if samples is None else len(samples)
+    rows = _rows(samples, tokenizer)
+    count = len(samples if rows is None else rows)
     of_side = getattr(getattr(data.source, "rows", None), side, ())
     name_of = data.where if is_training else getattr(data.source, "row_ids", None)
-    if name_of is None and rows is None and len(of_side) == count:
+    if name_of is None and len(of_side) == count:
         name_of = lambda number: of_side[number].where  # noqa: E731
     for number in evenly_spaced(count, MOST_IMAGES if tokenizer is None else MOST_TEXTS):
         where = name_of(number) if name_of and rows is None else f"{side} {number + 1:,}"
         try:
             batch = data.collate(fetch(samples, [number])) if rows is None else {}
         except DataError as error:
-            yield Unit(where, number, None, (), 0, ("unreadable",), _words(""), str(error), ())
+            yield Unit(where, number, None, (), 0, ("unreadable",), str(error))
             continue
         row = _row(batch, is_text=not data.facts.label_names) if rows is None else rows[number]
         yield _unit(where, batch, row, data, section, with_parts=number < MOST_SHOWN)
@@ -162,8 +164,8 @@ def _unit(where: str, batch: Collated, row: Row, data: TaskData, section: Any, *
         classes,
         len(row.ids),
         tuple(kind for kind, is_found in found.items() if is_found),
-        _words(text),
         " ".join(text[:_MOST_CHARACTERS].split()),
+        _words(text),
         tuple((tokenizer.decode([token for token, _ in run]), counts) for counts, run in runs),
     )
 
