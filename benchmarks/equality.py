@@ -24,6 +24,7 @@ import transformers
 from PIL import Image
 from pydantic import ValidationError
 
+from accel_train.checkpoint.store import folder_of
 from accel_train.core.files import write_atomically
 from accel_train.experiments import equality
 from accel_train.experiments.equality import Equality, Layout, failed
@@ -250,7 +251,8 @@ def _resumed(layout: Layout, plain: Layout, one: Processes, several: Processes, 
     output = folder / "resumed"
     if failure is not None:
         return failed(failure, layout.processes, alone=True)
-    equality.keep_first_checkpoint(reference, output)
+    first, copy = (folder_of(run / "checkpoints", equality.RESUMED_AFTER) for run in (reference, output))
+    shutil.copytree(first, copy)
     changed = layout.recipe.model_copy(update={"output_dir": str(output)})
     if (failure := several.call(partial(equality.train_toy, changed))) is not None:
         return failed(failure, layout.processes)

@@ -2,13 +2,12 @@
 
 import argparse
 import math
-import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from accel_train.checkpoint.run_recipe import check_run_folder, named_recipe, read_recipe
 from accel_train.cli.early import check_before_torch
@@ -16,12 +15,13 @@ from accel_train.core.errors import UserError
 from accel_train.core.files import output_path
 from accel_train.core.format import LARGEST_COUNT, wrap
 from accel_train.core.redaction import redact_text
-from accel_train.core.terminal import busy, columns_of
+from accel_train.core.terminal import busy, columns_of, is_main
 from accel_train.recipe.schema import Recipe
 
 SEVERAL_FILES = "for several files, name their folder, or a pattern in quotes: 'part-*.csv'"
 """Advice where a command takes one PATH or DATA, and the shell has written out a pattern."""
 
+T = TypeVar("T")
 Argument = dict[str, Any]
 """Options of `add_argument` for one argument."""
 
@@ -77,7 +77,7 @@ class Command(NamedTuple):
     """Tasks that its help lists, each with what its model learns."""
 
 
-def whole_number(least: int = 0, most: int = LARGEST_COUNT) -> Callable[[str], int]:
+def whole_number(least: int, most: int = LARGEST_COUNT) -> Callable[[str], int]:
     """Return the parser of an integer argument; it raises ArgumentTypeError outside of the range."""
 
     def parse(text: str) -> int:
@@ -184,15 +184,17 @@ def importing_for(
         yield
 
 
+def result_of(kind: type[T], source: object, /, **others: object) -> T:
+    """Return a result of `kind`: the attributes of `source` that have the names of its fields, and `others`."""
+    fields = kind.__annotations__
+    found: Any = {name: others[name] if name in others else getattr(source, name) for name in fields}
+    return found
+
+
 def show(text: str) -> None:
     """Print an answer on stdout, with lines broken between words at the terminal's width, or at COLUMNS."""
     width = columns_of(sys.stdout)
     print("\n".join(wrap(line, width) for line in text.split("\n")), flush=True)
-
-
-def is_main() -> bool:
-    """Return whether this is the process of a launch that prints: rank 0."""
-    return os.environ.get("RANK", "0") == "0"
 
 
 def say(text: str) -> None:

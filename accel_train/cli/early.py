@@ -69,14 +69,14 @@ def check_headers(data: Data) -> None:
     Raises:
         ValueError: a column is missing, or the header cannot be read.
     """
+    from accel_train.data.delimited import columns_by_setting
     from accel_train.data.sources import Source, file_kind, is_path
     from accel_train.data.tables import check_columns, column_names, columns_read
 
-    fields = [name for name in type(data).model_fields if name in data.model_fields_set]
-    named = [getattr(data, name) for name in fields if name.endswith(("_column", "_columns"))]
-    wanted = [column for each in named if each for column in ((each,) if isinstance(each, str) else each)]
+    wanted = [columns for name, columns in columns_by_setting(data).items() if name in data.model_fields_set]
     for path in map(Path, filter(is_path, (name for _, name in data.named()))):
         if path.is_file() and file_kind(path) == "csv":
             names = column_names(Source(str(path), "", (path,)), data)
-            read = [each for name in wanted for each in ([name] if name in names else columns_read(name))]
+            every = (name for columns in wanted for name in columns)
+            read = [each for name in every for each in ([name] if name in names else columns_read(name))]
             check_columns(str(path), names, read, data, is_csv=data.header == "first_line")

@@ -6,9 +6,10 @@ import sys
 from collections.abc import Sequence
 from typing import Any, Self
 
-from accel_train.cli.command import Outcome, is_main
+from accel_train.cli.command import Outcome
 from accel_train.core.json_io import to_json
 from accel_train.core.state import JsonRecord
+from accel_train.core.terminal import is_main
 from accel_train.runtime.exit import message_of
 from accel_train.runtime.watchdog import Watchdog
 

@@ -28,14 +28,14 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import NoReturn
 
-from accel_train.cli.command import SEVERAL_FILES, Command, Outcome, is_main, users_mistakes
+from accel_train.cli.command import SEVERAL_FILES, Command, Outcome, users_mistakes
 from accel_train.cli.commands import COMMANDS, GROUPS
 from accel_train.cli.correction import check_is_recipe, check_is_run, corrected
 from accel_train.cli.json_output import FLAG, FLAG_HELP, JsonOutput, asks_for_json
 from accel_train.core.errors import UserError
 from accel_train.core.format import did_you_mean
 from accel_train.core.redaction import keep_secrets_out_of_tracebacks
-from accel_train.core.terminal import controls_kept_out
+from accel_train.core.terminal import controls_kept_out, is_main
 from accel_train.core.version import __version__
 from accel_train.recipe.tasks import TASKS, describe_tasks
 from accel_train.runtime.exit import OUTPUT_CLOSED, exit_code, exit_process, exits_are_errors, is_output_closed, report

@@ -182,8 +182,8 @@ def _train(
     return processes.call(partial(train_toy, recipe, rounding=rounding))
 
 
-def _saved(run: Path, step: int = STEPS) -> Path:
-    return folder_of(run / "checkpoints", step)
+def _saved(run: Path) -> Path:
+    return folder_of(run / "checkpoints", STEPS)
 
 
 def compare_folders(
@@ -204,7 +204,7 @@ def compare_folders(
     return Equality(processes, difference=largest, first=first, of_rounding=of_rounding)
 
 
-def _differences(plain: Path, layout: Path, since: int = 0) -> tuple[dict[str, float], dict[str, str]]:
+def _differences(plain: Path, layout: Path, since: int) -> tuple[dict[str, float], dict[str, str]]:
     """Return the relative differences of two runs by the name of a number, and each in words."""
     rows = [{row["step"]: row for row in read_metrics(each) if row["split"] == "train"} for each in (plain, layout)]
     differences: dict[str, float] = {}
@@ -388,8 +388,3 @@ def _round_differently(weights: Iterable["Tensor"], seed: int) -> None:
         for each in weights:
             is_down = torch.rand(each.shape, generator=generator) < 0.5
             each.copy_(torch.nextafter(each, torch.where(is_down, -math.inf, math.inf)))
-
-
-def keep_first_checkpoint(run: Path, copy: Path) -> None:
-    """Copy a toy's checkpoint of step `RESUMED_AFTER` to another run folder, which then resumes from it."""
-    shutil.copytree(_saved(run, RESUMED_AFTER), _saved(copy, RESUMED_AFTER))

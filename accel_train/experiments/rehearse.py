@@ -47,9 +47,9 @@ class Rehearsal:
     """The result of a finished rehearsal."""
 
     plan: Plan
-    killed_after: int
+    killed_after_step: int
     """Step of the last checkpoint before the kill."""
-    changed: Mapping[str, Any]
+    changed_settings: Mapping[str, Any]
     """Settings that differ from the recipe."""
     launches: Sequence[tuple[str, str]]
     """Name and outcome of each launch."""
@@ -78,7 +78,7 @@ def format_rehearsal(rehearsal: Rehearsal, *, colour: bool, with_plan: bool, sho
 
     `show_all` adds the launches, each comparison, and (`with_plan`) the plan.
     """
-    plan, changed, same = rehearsal.plan, rehearsal.changed, rehearsal.same
+    plan, changed, same = rehearsal.plan, rehearsal.changed_settings, rehearsal.same
     settings = [(name, f"{changed[name]} ({reason})") for name, reason in REASONS.items() if name in changed]
     compared = [
         (each.name, (f"DIFFERENT {each.difference}" if each.difference else "bitwise identical") + f" ({each.extent})")
@@ -118,7 +118,7 @@ def _measurements(rehearsal: Rehearsal) -> Iterator[tuple[str, str]]:
         yield "the whole run", f"{max_steps:,} steps: {whole} at this speed, without evaluations and saves"
     else:
         yield "a step", "not measured: too few steps"
-    yield "an evaluation", _evaluation(rehearsal.metrics, rehearsal.changed["evaluate.max_samples"])
+    yield "an evaluation", _evaluation(rehearsal.metrics, rehearsal.changed_settings["evaluate.max_samples"])
     when = "during training" if plan.recipe.checkpoint.in_background else "while training waits"
     saves = [event["seconds"] for event in rehearsal.events if event["event"] == "checkpoint"]
     took = duration(max(saves)) if saves else "not logged"
@@ -151,7 +151,7 @@ def _evaluation(metrics: Sequence[JsonRecord], max_samples: int) -> str:
 
 
 def _conclusion(rehearsal: Rehearsal) -> str:
-    step = rehearsal.killed_after
+    step = rehearsal.killed_after_step
     if rehearsal.same:
         names = ", ".join(each.name for each in rehearsal.compared)
         return (

@@ -1,14 +1,14 @@
 """Predicted boxes: the score from which they are shown, rows for each box, and COCO results."""
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import compress
-from typing import Any, TypedDict
+from typing import Any
 
 import numpy as np
 
 from accel_train.core.format import format_count, is_whole
-from accel_train.core.state import Choice
+from accel_train.core.state import Choice, JsonRecord
 from accel_train.data.images.labelled import ImageSets
 from accel_train.inference.evaluate import evaluation_file
 from accel_train.inference.finished_run import TrainedRun
@@ -61,19 +61,10 @@ def note_boxes(columns: Columns, least: Choice[float]) -> None:
     print(f"{boxes} in {images}, with a score of at least {least.value:.4g}{why}", file=sys.stderr)
 
 
-class CocoResult(TypedDict):
-    """A predicted box as COCO's tools read it."""
+def coco_results(columns: Columns, sets: ImageSets) -> tuple[list[JsonRecord], str]:
+    """Return the boxes of a table of predictions as COCO's tools read them, and where their ids come from.
 
-    image_id: Any
-    category_id: int
-    bbox: Sequence[float]
-    """Left, top, width, height in pixels."""
-    score: float
-
-
-def coco_results(columns: Mapping[str, Sequence[Any]], sets: ImageSets) -> tuple[list[CocoResult], str]:
-    """Return the results of a table of predictions for all evaluation images in order, and where their ids come from.
-
+    The table has all evaluation images in order. `bbox` is left, top, width, and height in pixels.
     Ids are from the COCO file of the images. Without such a file, or if images of several files share an id, images and
     classes are counted from 1.
     """
@@ -84,7 +75,7 @@ def coco_results(columns: Mapping[str, Sequence[Any]], sets: ImageSets) -> tuple
         category_ids = tuple(range(1, len(sets.label_names) + 1))
         origin = "their order: images and classes count from 1"
     id_of = dict(zip(sets.label_names, category_ids, strict=True))
-    results: list[CocoResult] = [
+    results: list[JsonRecord] = [
         {"image_id": image, "category_id": id_of[label], "bbox": box, "score": score}
         for image, *found in zip(image_ids, columns["labels"], columns["boxes"], columns["scores"], strict=True)
         for label, box, score in zip(*found, strict=True)
@@ -92,7 +83,7 @@ def coco_results(columns: Mapping[str, Sequence[Any]], sets: ImageSets) -> tuple
     return results, origin
 
 
-def _image_ids(columns: Mapping[str, Sequence[Any]], sets: ImageSets) -> Sequence[Any]:
+def _image_ids(columns: Columns, sets: ImageSets) -> Sequence[Any]:
     """Return the COCO ids of the evaluation images. Images to predict are named by them if they have any."""
     evaluation = sets.eval
     assert evaluation is not None

@@ -27,7 +27,7 @@ from accel_train.core.errors import DataError, SettingError
 from accel_train.core.json_io import load_object
 from accel_train.core.terminal import is_main, is_terminal, width_of
 from accel_train.data.batch_sizes import BatchSizes, resolve_batch
-from accel_train.data.delimited import why_header
+from accel_train.data.delimited import columns_by_setting, why_header
 from accel_train.data.encoding import check_encoding, in_its_encoding
 from accel_train.data.sources import file_kind, files_of, is_path, is_there, located, resolve_sources
 from accel_train.data.tables import MissingColumn, Unlabelled, columns_read
@@ -67,7 +67,7 @@ class TrainedRun:
     reading: Reading
     steps: int | None
     """Number of steps that the run was trained for."""
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...]
     """Notes on how other data was read differently, and why."""
 
 
@@ -293,8 +293,7 @@ def in_its_header(data: Data) -> tuple[Data, list[str]]:
     """
     if data.header != "none" or not is_there(str(data.train)):
         return data, []
-    named = {name: getattr(data, name) for name in type(data).model_fields if "_column" in name and getattr(data, name)}
-    columns = {name: [value] if isinstance(value, str) else [*value] for name, value in named.items()}
+    columns = columns_by_setting(data)
     classes = {column: getattr(data, "label_names", None) or () for column in columns.get(data.label_setting or "", ())}
     read = [each for names in columns.values() for name in names for each in columns_read(name)]
     sources = resolve_sources(data.train_names, data, key=data.train_key)

@@ -39,7 +39,6 @@ from accel_train.task import Columns, load_task
 
 MAX_SCORE_COLUMNS = 20
 """Most classes for which a table has a score column each. With more classes, scores are dropped."""
-IGNORED_LABEL = -100
 LEAST_EDGE = 640
 """Pixels of the longer side to which a smaller image is enlarged before it is drawn on."""
 
@@ -54,7 +53,7 @@ class Written(NamedTuple):
 
 
 def open_for_prediction(
-    folder: Path, data: str | None, out: str | None, settings: Sequence[str] = (), options: Options = NO_OPTIONS
+    folder: Path, data: str | None, out: str | None, settings: Sequence[str], options: Options
 ) -> tuple[TrainedRun, Path]:
     """Return the run, opened with data to predict, and the path of the table.
 
@@ -250,8 +249,9 @@ def _predict_all(run: TrainedRun, masks: Path, drawing: Drawing | None) -> Mappi
     with evaluation_mode(run.inner):
         for index, (batch, _) in zip(indices, batches, strict=True):
             found = dict(run.inner(batch, "predictions"))
+            arrays = {name: value.cpu().numpy() for name, value in found.items()}
             if "mask" in found:
-                _write_masks(masks, run, index, {name: value.cpu().numpy() for name, value in found.items()}, drawing)
+                _write_masks(masks, run, index, arrays, drawing)
                 found = {}
             elif not found:
                 break
@@ -260,7 +260,7 @@ def _predict_all(run: TrainedRun, masks: Path, drawing: Drawing | None) -> Mappi
             if "scores" in found and found["scores"].shape[1] > MAX_SCORE_COLUMNS:
                 del found["scores"]
             if drawing is not None and found:
-                _draw_boxes(drawing, run, index, {name: value.cpu().numpy() for name, value in found.items()})
+                _draw_boxes(drawing, run, index, arrays)
             for name, value in {"index": torch.tensor(index), **found}.items():
                 rows.setdefault(name, []).append(value.cpu())
     return rows_in_order(run.accelerator, rows)

@@ -142,12 +142,12 @@ class LogPlan:
     """Global batch size, in samples."""
     num_samples_per_epoch: float
     """Samples in one pass over the training data, counted in whole global batches."""
+    idle_remedy: str
+    """What helps against a GPU that waits for the host. Empty: it is set already."""
+    targets: str
+    """Unit of `num_targets`: tokens, images, ..."""
     by_source: Callable[[int, Sequence[float]], JsonRecord] | None = None
     """Function from a step and the task's counts since the last line to numbers for each source of a mixture."""
-    idle_remedy: str = ""
-    """What helps against a GPU that waits for the host. Empty: it is set already."""
-    targets: str = "tokens"
-    """Unit of `num_targets`: tokens, images, ... Default: tokens."""
 
 
 class RunObserver(Observer):

@@ -239,7 +239,7 @@ def _discard_stdout() -> None:
         return
 
 
-def without_variants(scores: Mapping[str, Any], kept: str = "") -> dict[str, Any]:
+def without_variants(scores: Mapping[str, Any], kept: str) -> dict[str, Any]:
     """Return the metrics that no other one represents, and the one named `kept`."""
     return {name: value for name, value in scores.items() if name == kept or not is_variant(name, scores)}
 

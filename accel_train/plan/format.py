@@ -38,7 +38,7 @@ def format_plan(plan: Plan, *, colour: bool = False, show_all: bool = True) -> s
 
 
 def _verdict(plan: Plan, colour: bool) -> Iterator[Row]:
-    steps, total = plan.steps, plan.memory_bytes
+    steps = plan.steps
     samples = format_count(plan.sizes.global_batch_size, "sample")
     length = format_count(steps.max_steps, "step") if plan.has_length else "an unknown number of steps"
     epochs = (
@@ -48,9 +48,8 @@ def _verdict(plan: Plan, colour: bool) -> Iterator[Row]:
     if data := ", ".join(f"{count} {name}" for name, count in _counts(plan.data_facts) if name != "documents"):
         yield "data", data
     room = _room(plan)
-    fits = plan.device_bytes is not None and total is not None and total <= plan.device_bytes
-    room = paint(f"{room}: it fits", "green", on=colour) if fits else paint(room, "red", on=colour and room != "")
-    yield "memory", f"{size(total)} for each process ({plan.device}){room}"
+    room = paint(f"{room}: it fits", "green", on=colour) if plan.fits else paint(room, "red", on=colour and room != "")
+    yield "memory", f"{size(plan.memory_bytes)} for each process ({plan.device}){room}"
     seconds = plan.train_seconds
     if plan.scale.step is None or seconds is None:
         yield "time", _time(plan)
@@ -176,16 +175,15 @@ def _time(plan: Plan) -> str:
 
 def _room(plan: Plan) -> str:
     """Return whether the memory of a process fits into its GPU; empty if either is unknown."""
-    needed, room = plan.memory_bytes, plan.device_bytes
-    if needed is None or room is None:
+    if plan.fits is None:
         return ""
-    if needed <= room:
-        return f", of {size(room)}"
+    if plan.fits:
+        return f", of {size(plan.device_bytes)}"
     ways = list(_ways_to_less(plan))
     remedy = " or ".join(filter(None, [", ".join(ways[:-1]), *ways[-1:]]))
     if is_open(plan.recipe.batch) and plan.sizes.per_device_batch_size > 1:
         remedy = "a run cuts its samples into smaller micro-batches (Notes)"
-    return f", MORE than the {size(room)} of this GPU: {remedy}"
+    return f", MORE than the {size(plan.device_bytes)} of this GPU: {remedy}"
 
 
 def _ways_to_less(plan: Plan) -> Iterator[str]:

@@ -80,11 +80,8 @@ class Plan:
     scale: Scale
     """Estimate for several processes: traffic, time of a step, and interval between saves."""
     notes: tuple[str, ...]
-    reads_data: bool = True
-    """Whether the plan reads the data. Default: True.
-
-    Otherwise it follows from the sequence length and vocabulary alone.
-    """
+    reads_data: bool
+    """Whether the plan reads the data. Otherwise it follows from the sequence length and vocabulary alone."""
 
     @property
     def has_length(self) -> bool:
@@ -105,6 +102,12 @@ class Plan:
     def memory_bytes(self) -> int | None:
         """Memory of one process in bytes, or None if a part is unknown."""
         return total_bytes(self.memory)
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether the memory of one process fits into the GPU, or None if either is unknown."""
+        needed, room = self.memory_bytes, self.device_bytes
+        return None if needed is None or room is None else needed <= room
 
     @property
     def model_bytes(self) -> int:

@@ -77,14 +77,11 @@ class StepWork:
     num_moments: float
 
 
-def model_step(
-    found: Sequence[Collective], work: StepWork, gpu: Gpu, network: Interconnect, *, overlap: bool = True
-) -> StepTime:
+def model_step(found: Sequence[Collective], work: StepWork, gpu: Gpu, network: Interconnect) -> StepTime:
     """Return the modeled time of a step with the collectives `found`.
 
     Hidden collectives overlap with the pass they belong to. They run one after the other because they share the links.
-    The GPU waits for the part that is longer than the pass, and for all collectives that are not hidden. Without
-    `overlap`, the GPU waits for all collectives.
+    The GPU waits for the part that is longer than the pass, and for all collectives that are not hidden.
     """
     accesses = OPTIMIZER_ACCESSES - 2 * (2 - work.num_moments)
     optimizer = 4 * accesses * work.optimizer_elements / (gpu.memory_gb_per_second * GB * MEMORY_EFFICIENCY)
@@ -97,9 +94,6 @@ def model_step(
         times = 1 if last else work.num_micro_batches - 1
         now = [each for each in found if last or not each.per_step]
         total += times * seconds(now)
-        if not overlap:
-            exposed += times * seconds(now)
-            continue
         for phase, share in (("forward", 1 / 3), ("backward", 2 / 3)):
             beside = seconds(each for each in now if each.phase == phase and each.is_hidden)
             alone = seconds(each for each in now if each.phase == phase and not each.is_hidden)

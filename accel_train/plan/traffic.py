@@ -136,12 +136,12 @@ class Collective:
     """Pass that the collective belongs to. Every micro-batch repeats the collective unless `per_step`."""
     per_step: bool
     """Whether the collective runs once per step, with the last micro-batch, instead of once per micro-batch."""
-    is_hidden: bool = True
-    """Whether computing overlaps with the collective. Default: True.
+    is_hidden: bool
+    """Whether computing overlaps with the collective.
 
     False for the first gather, and for the last reduction of a backward pass.
     """
-    purpose: str = ""
+    purpose: str
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,8 @@
 """Memory, traffic and time on many GPUs follow from counts by formulas that can be done by hand."""
 
 import math
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,7 +19,7 @@ from accel_train.plan.formulas import collectives
 from accel_train.plan.place import Hardware, choose_layout
 from accel_train.plan.plan import Plan, resolve_plan
 from accel_train.plan.step_time import StepWork, model_step
-from accel_train.plan.traffic import BASE_LATENCY_SECONDS, Ring, sent_bytes, traffic_of
+from accel_train.plan.traffic import BASE_LATENCY_SECONDS, Collective, Ring, sent_bytes, traffic_of
 from accel_train.recipe.loader import load_recipe
 from accel_train.recipe.parallel import Parallel
 from tests.support.plan_recipe import parts_of, rows_of
@@ -293,12 +295,13 @@ def test_communication_hides_behind_computing_and_what_is_longer_is_waited_for()
     layout = choose_layout(section, 16, "cuda")
     found = collectives(layout, group_weights(Net()), 2)
 
-    def step(compute_seconds: float, overlap: bool = True) -> Any:
-        return model_step(found, StepWork(compute_seconds, 2, 0, 2), H100, NDR, overlap=overlap)
+    def step(compute_seconds: float, found: Sequence[Collective] = found) -> Any:
+        return model_step(found, StepWork(compute_seconds, 2, 0, 2), H100, NDR)
 
     whole, none = step(10.0), step(0.0)
+    without_overlap = step(10.0, [replace(each, is_hidden=False) for each in found])
     assert none.exposed_seconds == pytest.approx(none.communication_seconds)  # nothing to hide behind
-    assert step(10.0, overlap=False).exposed_seconds == pytest.approx(whole.communication_seconds)
+    assert without_overlap.exposed_seconds == pytest.approx(whole.communication_seconds)
     # Alone: both first gathers, the re-gather of the last block, and both last reductions, of each micro-batch.
     assert whole.exposed_seconds == pytest.approx(2 * (2 + 1 + 2) / 11 * whole.communication_seconds / 2, rel=0.05)
     assert whole.efficiency > 0.999

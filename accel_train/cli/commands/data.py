@@ -13,6 +13,7 @@ from accel_train.cli.command import (
     importing,
     out_of,
     recipe_of,
+    result_of,
     say,
     show,
     users_mistakes,
@@ -35,17 +36,7 @@ def _data(arguments: argparse.Namespace, settings: Sequence[str]) -> Outcome:
     show("\n".join(format_look(look, colour=use_colour(sys.stdout))))
     say(str(write_page(look, file)))
     found: results.DataResult = {
-        "findings": [
-            {
-                "kind": each.kind,
-                "sentence": each.sentence,
-                "count": each.count,
-                "total": each.total,
-                "examples": each.examples,
-                "stops": each.stops,
-            }
-            for each in look.findings
-        ],
+        "findings": [result_of(results.FindingOfData, each) for each in look.findings],
         "training_samples": len(look.train),
         "evaluation_samples": len(look.held),
         "labels": look.counts,

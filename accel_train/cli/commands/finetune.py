@@ -4,9 +4,10 @@ import argparse
 from collections.abc import Sequence
 
 from accel_train.cli import results
-from accel_train.cli.command import VERBOSE, Command, Outcome, flag, is_main, show, users_mistakes, value
+from accel_train.cli.command import VERBOSE, Command, Outcome, flag, show, users_mistakes, value
 from accel_train.cli.commands.train import run_recipe
 from accel_train.core.redaction import redact_text
+from accel_train.core.terminal import is_main
 from accel_train.recipe.tasks import finetune_tasks
 
 

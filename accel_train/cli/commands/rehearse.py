@@ -16,6 +16,7 @@ from accel_train.cli.command import (
     importing,
     importing_for,
     recipe_of,
+    result_of,
     say,
     show,
     users_mistakes,
@@ -94,27 +95,14 @@ def _rehearsed(
     with users_mistakes():
         rehearsal = rehearse(settings, processes=arguments.processes, steps=arguments.steps, say=say)
     show(format_rehearsal(rehearsal, colour=use_colour(sys.stdout), with_plan=with_plan, show_all=arguments.all))
-    return {
-        "same": rehearsal.same,
-        "processes": rehearsal.plan.world_size,
-        "killed_after_step": rehearsal.killed_after,
-        "compared": [
-            {"name": each.name, "extent": each.extent, "difference": each.difference} for each in rehearsal.compared
-        ],
-        "equality": None
-        if (equality := rehearsal.equality) is None
-        else {
-            "processes": equality.processes,
-            "steps": equality.steps,
-            "difference": equality.difference,
-            "first": equality.first,
-            "reason": equality.reason,
-        },
-        "changed_settings": rehearsal.changed,
-        "startup_seconds": rehearsal.startup_seconds,
-        "stop_seconds": rehearsal.stop_seconds,
-        "checkpoint_bytes": rehearsal.checkpoint_bytes,
-    }
+    equality = rehearsal.equality
+    return result_of(
+        results.RehearseResult,
+        rehearsal,
+        processes=rehearsal.plan.world_size,
+        compared=[result_of(results.ComparisonOfRuns, each) for each in rehearsal.compared],
+        equality=None if equality is None else result_of(results.EqualityResult, equality),
+    )
 
 
 REHEARSE = Command(

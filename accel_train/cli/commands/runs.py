@@ -24,6 +24,7 @@ from accel_train.cli.command import (
     importing,
     importing_for,
     out_of,
+    result_of,
     say,
     show,
     users_mistakes,
@@ -40,7 +41,6 @@ from accel_train.runtime.exit import end_process_group
 
 if TYPE_CHECKING:
     from accel_train.inference.finished_run import TrainedRun
-    from accel_train.recovery.replay import Replay
     from accel_train.runtime.doctor import Finding
 
 LOADING = "loading the model and the data ..."
@@ -173,17 +173,7 @@ def _push(arguments: argparse.Namespace, _: Sequence[str]) -> Outcome:
         run, arguments.name, private=arguments.private, updates=arguments.update, is_dry_run=arguments.dry_run
     )
     print(format_push(push))
-    result = results.PushResult(
-        run=str(run),
-        repository=push.name,
-        private=push.private,
-        url=push.url,
-        files=push.files,
-        left_out=push.left_out,
-        kept=push.kept,
-        card=push.card,
-    )
-    return Outcome(result)
+    return Outcome(result_of(results.PushResult, push, run=str(run), repository=push.name))
 
 
 @users_mistakes()
@@ -268,34 +258,27 @@ def _replay(arguments: argparse.Namespace, settings: Sequence[str]) -> Outcome:
     except BdbQuit:
         return Outcome()
     print(format_replay(replay))
-    return Outcome(_replayed(arguments.incident, replay))
-
-
-def _replayed(incident: str, replay: "Replay") -> results.ReplayResult:
-    """Return the result of a replayed incident."""
-    return {
-        "incident": incident,
-        "step": replay.incident.step,
-        "kind": replay.incident.kind,
-        "sentence": replay.incident.sentence,
-        "classification": replay.classification,
-        "device": replay.device,
-        "precision": replay.precision,
-        "weights": replay.weights,
-        "micro_batches": [
-            {
-                "file": each.file,
-                "number": each.number,
-                "happens_again": each.happens_again,
-                "loss_sum": each.outcome.loss,
-                "gradient_norm": each.outcome.total,
-                "not_finite": each.outcome.not_finite,
-                "first_module": first.name if (first := each.watch.first_not_finite()) is not None else None,
-            }
-            for each in replay.micro_batches
-        ],
-        "verdict": replay.verdict,
-    }
+    micro_batches = [
+        result_of(
+            results.ReplayedMicroBatch,
+            each,
+            loss_sum=each.outcome.loss,
+            gradient_norm=each.outcome.total,
+            not_finite=each.outcome.not_finite,
+            first_module=first.name if (first := each.watch.first_not_finite()) is not None else None,
+        )
+        for each in replay.micro_batches
+    ]
+    result = result_of(
+        results.ReplayResult,
+        replay,
+        incident=arguments.incident,
+        step=replay.incident.step,
+        kind=replay.incident.kind,
+        sentence=replay.incident.sentence,
+        micro_batches=micro_batches,
+    )
+    return Outcome(result)
 
 
 def _doctor(arguments: argparse.Namespace, _: Sequence[str]) -> Outcome:

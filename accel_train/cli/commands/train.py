@@ -19,9 +19,9 @@ from accel_train.cli.command import (
     finite_number,
     flag,
     importing,
-    is_main,
     out_of,
     recipe_of,
+    result_of,
     say,
     show,
     users_mistakes,
@@ -32,7 +32,7 @@ from accel_train.cli.early import check_before_torch
 from accel_train.core.errors import Preempted, TrainingStopped
 from accel_train.core.hardware import known_gpu
 from accel_train.core.redaction import redact_text
-from accel_train.core.terminal import use_colour
+from accel_train.core.terminal import is_main, use_colour
 from accel_train.runtime.driver import installed_torch, unused_driver
 from accel_train.runtime.exit import end_process_group
 from accel_train.runtime.signals import StopRequest
@@ -46,9 +46,7 @@ def _run(arguments: argparse.Namespace, settings: Sequence[str]) -> Outcome:
     return Outcome(run_recipe(arguments.recipe, [*settings, *accept], verbose=arguments.verbose))
 
 
-def run_recipe(
-    path: str, settings: Sequence[str], *, verbose: bool = False, is_named: bool = False
-) -> results.RunResult:
+def run_recipe(path: str, settings: Sequence[str], *, verbose: bool, is_named: bool = False) -> results.RunResult:
     """Train the recipe in a file, or resume it; return the result. The process ends after it.
 
     `is_named` says that the user has just read the name of the file.
@@ -107,33 +105,28 @@ def _planned(plan: "Plan") -> results.PlanResult:
     from accel_train.core.json_io import dotted_items
     from accel_train.core.redaction import redact
 
-    known, memory, step = plan.has_length, plan.memory_bytes, plan.scale.step
-    return {
-        "output_dir": plan.recipe.output_dir,
-        "processes": plan.world_size,
-        "device": plan.device,
-        "precision": plan.precision.value,
-        "parameters": plan.num_parameters,
-        "trainable_parameters": plan.num_trainable,
-        "global_batch_size": plan.sizes.global_batch_size,
-        "per_device_batch_size": plan.sizes.per_device_batch_size,
-        "gradient_accumulation_steps": plan.sizes.gradient_accumulation_steps,
-        "steps": plan.steps.max_steps if known else None,
-        "epochs": plan.steps.num_epochs if known and plan.reads_data else None,
-        "learning_rate": plan.learning_rate.value,
-        "training_samples": plan.num_samples if plan.reads_data else None,
-        "targets": plan.num_targets if known else None,
-        "memory_bytes": memory,
-        "memory": [{"name": part.name, "bytes": part.num_bytes, "how": part.how} for part in plan.memory],
-        "device_bytes": plan.device_bytes,
-        "fits": None if memory is None or plan.device_bytes is None else memory <= plan.device_bytes,
-        "disk_bytes": plan.disk_bytes,
-        "step_seconds": None if step is None else step.seconds,
-        "train_seconds": plan.train_seconds,
-        "choices": {name: str(choice) for name, choice in plan.model_choices.items()},
-        "settings": dict(dotted_items(redact(plan.recipe.model_dump(mode="json")))),
-        "notes": plan.notes,
-    }
+    known, sizes, step = plan.has_length, plan.sizes, plan.scale.step
+    return result_of(
+        results.PlanResult,
+        plan,
+        output_dir=plan.recipe.output_dir,
+        processes=plan.world_size,
+        precision=plan.precision.value,
+        parameters=plan.num_parameters,
+        trainable_parameters=plan.num_trainable,
+        global_batch_size=sizes.global_batch_size,
+        per_device_batch_size=sizes.per_device_batch_size,
+        gradient_accumulation_steps=sizes.gradient_accumulation_steps,
+        steps=plan.steps.max_steps if known else None,
+        epochs=plan.steps.num_epochs if known and plan.reads_data else None,
+        learning_rate=plan.learning_rate.value,
+        training_samples=plan.num_samples if plan.reads_data else None,
+        targets=plan.num_targets if known else None,
+        memory=[result_of(results.MemoryOfPlan, part, bytes=part.num_bytes) for part in plan.memory],
+        step_seconds=None if step is None else step.seconds,
+        choices={name: str(choice) for name, choice in plan.model_choices.items()},
+        settings=dict(dotted_items(redact(plan.recipe.model_dump(mode="json")))),
+    )
 
 
 @users_mistakes()
@@ -144,15 +137,8 @@ def _prepare(arguments: argparse.Namespace, settings: Sequence[str]) -> Outcome:
         from accel_train.plan.prepare import format_parts, prepare
     parts, seconds = prepare(recipe, progress=sys.stderr.isatty()), time.monotonic() - since
     print(redact_text(format_parts(parts, seconds)))
-    prepared: list[results.PreparedPart] = [
-        {
-            "name": part.name,
-            "about": part.about,
-            "path": None if part.path is None else str(part.path),
-            "bytes": part.num_bytes,
-            "was_there": part.was_there,
-        }
-        for part in parts
+    prepared = [
+        result_of(results.PreparedPart, part, path=part.path and str(part.path), bytes=part.num_bytes) for part in parts
     ]
     return Outcome(results.PrepareResult(parts=prepared, seconds=seconds))
 

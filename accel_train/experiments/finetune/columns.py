@@ -19,7 +19,7 @@ from accel_train.data.encoding import check_western, guess_encoding
 from accel_train.data.images.images import IMAGE_SUFFIXES
 from accel_train.data.labels import is_missing, label_name, means_missing
 from accel_train.data.sources import Source, file_kind, resolve_sources
-from accel_train.data.tables import LABEL_NAMES, binary_value, class_names, column_names, read_rows, shared_keys
+from accel_train.data.tables import LABEL_NAMES, Row, binary_value, class_names, column_names, read_rows, shared_keys
 from accel_train.experiments.finetune.recipe import Asked
 from accel_train.recipe.data import Data
 
@@ -274,17 +274,17 @@ def read_table(path: Path, asked: Asked) -> Table:
     names = [name for name in names if name]
     if not names:
         raise ValueError(f"{path}: no column is in every row. Write the same keys on each line")
-    wheres: list[str] = []
-    cells: list[list[Any]] = [[] for _ in names]
-    for row in read_rows(source, names, data):
-        wheres.append(row.where)
-        for column, cell in zip(cells, row.cells):
-            column.append(cell)
-    if not wheres:
+    rows = list(read_rows(source, names, data))
+    if not rows:
         raise ValueError(f"{path} has no rows. Name a table with rows")
-    columns = {name: Column(name, tuple(column)) for name, column in zip(names, cells)}
     known = {name: found for name in names if (found := class_names(source, name)) is not None}
-    return Table(path, columns, wheres, settings, source.notes, partial, known)
+    return table_of(path, names, rows, settings, source.notes, partial, known)
+
+
+def table_of(path: Path, names: Sequence[str], rows: Sequence[Row], *facts: Any) -> Table:
+    """Return a table of these rows, of which there is at least one. `facts` are the fields after `wheres`."""
+    columns = {name: Column(name, cells) for name, cells in zip(names, zip(*(row.cells for row in rows)))}
+    return Table(path, columns, [row.where for row in rows], *facts)
 
 
 def source_of(path: Path) -> Source:

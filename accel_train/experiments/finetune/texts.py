@@ -21,7 +21,7 @@ from accel_train.data.parts import folders_of_parts, is_unlabeled, part_of, top_
 from accel_train.data.sources import file_kind, resolve_sources
 from accel_train.data.tables import read_rows
 from accel_train.data.text.documents import read_documents
-from accel_train.experiments.finetune.columns import Column, Table, readings, source_of, with_settings
+from accel_train.experiments.finetune.columns import readings, source_of, table_of, with_settings
 from accel_train.experiments.finetune.recipe import Asked, Converted, Found, lengths, listed, places_of, refuse_columns
 from accel_train.experiments.finetune.tree import Tree
 from accel_train.experiments.finetune.values.labels import recognise_label
@@ -168,10 +168,8 @@ def _labelled(asked: Asked, settings: Choices, why: str, unit: str, where: str) 
     data = with_settings(asked.data, settings)
     sources = resolve_sources(data.train_names, data, key=asked.path)
     rows = [row for source in sources for row in read_rows(source, LINE_COLUMNS, data)]
-    labels, texts = zip(*(row.cells for row in rows))
-    columns = {name: Column(name, cells) for name, cells in zip(LINE_COLUMNS, (labels, texts))}
-    wheres = [row.where for row in rows]
-    label = recognise_label(asked, Table(Path(asked.path), columns, wheres, {}, (), {}), "text")
+    table = table_of(Path(asked.path), LINE_COLUMNS, rows, {}, (), {})
+    label = recognise_label(asked, table, "text")
     return Found(
         "text-classification",
         why,
@@ -182,7 +180,7 @@ def _labelled(asked: Asked, settings: Choices, why: str, unit: str, where: str) 
         has_one_label=label.is_one,
         notes=tuple(note for source in sources for note in source.notes if data.lines == "file_names"),
         unused=(),
-        **lengths(map(len, texts)),
+        **lengths(map(len, table["text"].cells)),
     )
 
 

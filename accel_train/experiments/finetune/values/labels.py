@@ -36,9 +36,9 @@ class Label(NamedTuple):
     settings: Choices
     counts: Mapping[str, int]
     """Rows of each class. Empty for a regression."""
-    is_one: bool = False
+    is_one: bool
     """Whether each row has exactly one label instead of a list."""
-    num_dropped: int = 0
+    num_dropped: int
     """Number of left-out rows without a label."""
 
 
@@ -91,7 +91,7 @@ def recognise_label(asked: Asked, table: Table, *used: str, is_text: bool = True
     if scheme.problem_type == "regression":
         if asked.problem_type == "auto":
             settings["model.problem_type"] = Choice("regression", scheme.reason)
-        return Label(column.name, settings, {}, num_dropped=dropped)
+        return Label(column.name, settings, {}, False, dropped)
     if scheme.problem_type == "multi_label":
         counts = dict(zip(scheme.names, map(int, encoded.sum(0))))
     else:
