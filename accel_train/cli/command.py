@@ -22,6 +22,10 @@ SEVERAL_FILES = "for several files, name their folder, or a pattern in quotes: '
 """Advice where a command takes one PATH or DATA, and the shell has written out a pattern."""
 
 T = TypeVar("T")
+Arguments = argparse.Namespace
+Words = list[str]
+Settings = Sequence[str]
+"""Words `--section.field VALUE`."""
 Argument = dict[str, Any]
 """Options of `add_argument` for one argument."""
 
@@ -61,7 +65,7 @@ class Outcome(NamedTuple):
 class Command(NamedTuple):
     """One command: its function, its line in `--help`, and its arguments by name, as `add_argument` takes them."""
 
-    run: Callable[[argparse.Namespace, Sequence[str]], Outcome]
+    run: Callable[[Arguments, Settings], Outcome]
     """Function that gets the parsed arguments and the recipe settings. It prints the output for people."""
     result: type
     """Type of its result, as `--json` prints it."""
@@ -120,7 +124,7 @@ def users_mistakes() -> Iterator[None]:
         raise UserError(str(error)) from error
 
 
-def recipe_of(arguments: argparse.Namespace, settings: Sequence[str]) -> Recipe:
+def recipe_of(arguments: Arguments, settings: Settings) -> Recipe:
     """Return the recipe named on the command line, with the settings that override it."""
     recipe = named_recipe(arguments.recipe, settings)
     if not getattr(arguments, "no_data", False):
@@ -128,12 +132,12 @@ def recipe_of(arguments: argparse.Namespace, settings: Sequence[str]) -> Recipe:
     return recipe
 
 
-def out_of(arguments: argparse.Namespace) -> Path | None:
+def out_of(arguments: Arguments) -> Path | None:
     """Return the path of `--out`; None if it is not given."""
     return None if arguments.out is None else output_path(arguments.out)
 
 
-def data_of(arguments: argparse.Namespace) -> str | None:
+def data_of(arguments: Arguments) -> str | None:
     """Return the data named by the second argument or by `--data`; None for the run's held-out data.
 
     Raises:
@@ -161,9 +165,7 @@ def importing(name: str, task: str | None = None) -> Iterator[None]:
 
 
 @contextmanager
-def importing_for(
-    run: Path, settings: Sequence[str], data: str | None = None, *, scores: bool = False
-) -> Iterator[None]:
+def importing_for(run: Path, settings: Settings, data: str | None = None, *, scores: bool = False) -> Iterator[None]:
     """Import for a run as `importing` does. `settings` may allow the run's code to be executed.
 
     Raises:

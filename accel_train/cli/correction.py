@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 
-from accel_train.cli.command import Command
+from accel_train.cli.command import Command, Words
 from accel_train.cli.commands import COMMANDS
 from accel_train.cli.json_output import FLAG
 from accel_train.core.errors import UserError
@@ -81,7 +81,7 @@ def _is_data(path: str) -> bool:
     return is_folder or (Path(path).suffix.lower() in _TABLES and os.path.isfile(path))
 
 
-def corrected(words: Sequence[str], is_accepted: Callable[[list[str]], object]) -> str | None:
+def corrected(words: Sequence[str], is_accepted: Callable[[Words], object]) -> str | None:
     """Return the command line that the words mean, quoted for a shell; None if it is not clear, or holds a secret.
 
     `is_accepted` raises UserError for words that the program does not take.
@@ -106,10 +106,10 @@ def corrected(words: Sequence[str], is_accepted: Callable[[list[str]], object]) 
 class _Line:
     """The words after a command's name, each flag replaced by what it means here."""
 
-    def __init__(self, command: Command, words: list[str]) -> None:
+    def __init__(self, command: Command, words: Words) -> None:
         self.command = command
-        self.places: list[str] = []
-        self.flags: list[str] = []
+        self.places: Words = []
+        self.flags: Words = []
         self.processes: str | None = None
         self.is_clear = True
         self._all_places = [name for name in command.arguments if not name.startswith("-")]
@@ -124,7 +124,7 @@ class _Line:
                 flag, equals, value = word.partition("=")
                 self._add(flag.lstrip("-"), [value] if equals else None)
 
-    def _add(self, flag: str, values: list[str] | None) -> None:
+    def _add(self, flag: str, values: Words | None) -> None:
         key, own = flag.replace("-", "_"), self.command.arguments
         same = next((name for name in own if name.startswith("-") and name[2:].replace("-", "_") == key), None)
         place = next((p for p in self._all_places[len(self.places) :] if key in _PLACES.get(p, ())), None)
@@ -148,7 +148,7 @@ class _Line:
         else:
             self.is_clear = False
 
-    def _add_processes(self, values: list[str]) -> None:
+    def _add_processes(self, values: Words) -> None:
         flag = next((name for name in ("--world-size", "--processes") if name in self.command.arguments), None)
         if len(values) != 1 or not values[0].isdecimal() or (flag is None and self.command.processes != "all"):
             self.is_clear = False
@@ -157,7 +157,7 @@ class _Line:
         else:
             self.processes = values[0]
 
-    def _add_setting(self, flag: str, values: list[str] | None) -> None:
+    def _add_setting(self, flag: str, values: Words | None) -> None:
         if flag in names.recipe_names() or names.is_free(flag):
             name = flag
         elif "--model" in _FLAGS.get(flag.replace("-", "_"), "") and "--model" not in self.command.arguments:
@@ -177,14 +177,14 @@ class _Line:
         self.is_clear = self.is_clear and bool(given)
         self.flags += [f"--{name}", given[0] if len(given) == 1 else f"[{', '.join(given)}]"]
 
-    def _values(self, given: list[str] | None, *, many: bool = False, only: str | None = None) -> list[str]:
+    def _values(self, given: Words | None, *, many: bool = False, only: str | None = None) -> Words:
         """Return the values of a flag: `given`, or the next word, and with `many` all until the next flag.
 
         More than one belongs to the flag only if the command has its other words already.
         """
         if given is not None:
             return given
-        values: list[str] = []
+        values: Words = []
         while self._rest and not _is_flag(self._rest[0]):
             if only is not None and re.fullmatch(only, self._rest[0].lower()) is None:
                 break
@@ -204,9 +204,9 @@ def _is_flag(word: str) -> bool:
     return re.match("-{1,2}[A-Za-z]", word) is not None
 
 
-def _joined(words: Sequence[str]) -> list[str]:
+def _joined(words: Sequence[str]) -> Words:
     """Join the words of a list or mapping in brackets that was not quoted."""
-    joined: list[str] = []
+    joined: Words = []
     depth = 0
     for word in words:
         opens = re.match(r"(-{1,2}[\w.]+=)?[\[{]", word) is not None

@@ -28,7 +28,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import NoReturn
 
-from accel_train.cli.command import SEVERAL_FILES, Command, Outcome, users_mistakes
+from accel_train.cli.command import SEVERAL_FILES, Command, Outcome, Words, users_mistakes
 from accel_train.cli.commands import COMMANDS, GROUPS
 from accel_train.cli.correction import check_is_recipe, check_is_run, corrected
 from accel_train.cli.json_output import FLAG, FLAG_HELP, JsonOutput, asks_for_json
@@ -96,7 +96,7 @@ def _main(argv: Sequence[str] | None = None) -> int:
 
 
 @controls_kept_out()
-def _outcome_of(words: list[str]) -> Outcome:
+def _outcome_of(words: Words) -> Outcome:
     """Run one command. An expected failure is reported and sets the exit code."""
     result = None
     try:
@@ -124,7 +124,7 @@ def _named(words: Sequence[str]) -> str | None:
     return next((word for word in words if not word.startswith("-")), None)
 
 
-def _dispatch(words: list[str]) -> Outcome:
+def _dispatch(words: Words) -> Outcome:
     if _named(words) is None and not set(words) & {"-h", "--help", "--version"}:
         if words:
             raise UserError(f"{words[0]} needs a command. Give one of {', '.join(COMMANDS)}.")
@@ -147,7 +147,7 @@ def _dispatch(words: list[str]) -> Outcome:
         return command.run(arguments, settings)
 
 
-def _accepted(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
+def _accepted(words: Words) -> tuple[argparse.Namespace, Words]:
     """Parse the words of a command, and check the names of its settings. Imports no torch.
 
     Raises:
@@ -228,7 +228,7 @@ def build_parser(extend: Callable[[argparse.ArgumentParser, Command], None] | No
     return parser
 
 
-def parse_arguments(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+def parse_arguments(words: Sequence[str]) -> tuple[argparse.Namespace, Words]:
     """Split the words into the command's arguments and the recipe's `--section.field VALUE` settings.
 
     argparse does not know the settings.
@@ -242,8 +242,8 @@ def parse_arguments(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]
     command = COMMANDS[parsed.command]
     if not command.takes_settings:
         return _without_rest(parser, rest), []
-    own: list[str] = []
-    settings: list[str] = []
+    own: Words = []
+    settings: Words = []
     while rest:
         word = rest.pop(0)
         is_setting = word.startswith("--") and word in unknown

@@ -2,17 +2,17 @@
 
 import gc
 import multiprocessing
-import multiprocessing.connection
 import os
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
+from accel_train.experiments.subprocess_run import LAUNCHER_VARIABLES
 from accel_train.runtime.launcher import free_port, stop_with_parent
 
 SECONDS = 120.0
@@ -67,7 +67,7 @@ class Processes:
             with suppress(OSError):
                 connection.send(function)
         while len(answers) < self.size and time.monotonic() < deadline:
-            ready = multiprocessing.connection.wait([each for _, each in self._started], timeout=1.0)
+            ready = wait([each for _, each in self._started], timeout=1.0)
             for rank, (_, connection) in enumerate(self._started):
                 if connection in ready and rank not in answers:
                     try:
@@ -122,7 +122,7 @@ def _serve(
         for stream in (1, 2):
             os.dup2(nowhere.fileno(), stream)
     places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": port}
-    for name in [*places, "GROUP_RANK", "MASTER_ADDR"]:
+    for name in LAUNCHER_VARIABLES:
         os.environ.pop(name, None)
     if size > 1:
         os.environ.update({name: str(value) for name, value in places.items()}, MASTER_ADDR="127.0.0.1")

@@ -32,6 +32,9 @@ from accel_train.observe.run_folder import RECIPE_FILE, read_metrics
 from accel_train.plan.format import duration, format_plan
 from accel_train.plan.plan import Plan, resolve_plan
 
+Say = Callable[[str], None]
+Records = Sequence[JsonRecord]
+
 REASONS = {
     "checkpoint.every_steps": "to save soon",
     "evaluate.every_steps": "to evaluate soon",
@@ -55,9 +58,9 @@ class Rehearsal:
     """Name and outcome of each launch."""
     startup_seconds: Sequence[float]
     """Start-up time of each launch, in seconds."""
-    metrics: Sequence[JsonRecord]
+    metrics: Records
     """Metrics of the uninterrupted run. `events` and `checkpoint_bytes` come from the same run."""
-    events: Sequence[JsonRecord]
+    events: Records
     stop_seconds: float | None
     """Seconds from SIGTERM to the end. None if the run exceeded the time limit."""
     checkpoint_bytes: int
@@ -140,7 +143,7 @@ def _measurements(rehearsal: Rehearsal) -> Iterator[tuple[str, str]]:
     yield "disk", f"{format_bytes(needed)} for {what}; {format_bytes(rehearsal.free_bytes)} free{room}"
 
 
-def _evaluation(metrics: Sequence[JsonRecord], max_samples: int) -> str:
+def _evaluation(metrics: Records, max_samples: int) -> str:
     """Return the duration and the scores of the last evaluation."""
     row = next((row for row in reversed(metrics) if row["split"] == "eval"), None)
     if row is None:
@@ -195,7 +198,7 @@ LENGTH = ("schedule.max_steps", "schedule.warmup_steps")
 
 
 def rehearse_recipe(
-    path: str, settings: Sequence[str], *, processes: int | None = None, steps: int = STEPS, say: Callable[[str], None]
+    path: str, settings: Sequence[str], *, processes: int | None = None, steps: int = STEPS, say: Say
 ) -> Rehearsal:
     """Rehearse a recipe and return the result. The recipe's output folder is not touched.
 
@@ -216,7 +219,7 @@ def prove_resume(
     *,
     processes: int | None = None,
     steps: int = STEPS,
-    say: Callable[[str], None],
+    say: Say,
 ) -> Rehearsal:
     """Rehearse the resume of a run from copies of its newest checkpoint. The run's folder is only read.
 
@@ -257,7 +260,7 @@ def _rehearse(
     output_dir: Path,
     newest: Path | None,
     every_steps: int,
-    say: Callable[[str], None],
+    say: Say,
 ) -> Rehearsal:
     """Run once uninterrupted, and once killed after the first save and resumed. Compare the two runs."""
     start = 0 if newest is None else step_of(newest) or 0
@@ -398,7 +401,7 @@ def _keep_only(run_folder: Path, step: int) -> None:
             remove(folder)
 
 
-def _refuse_changes(events: Sequence[JsonRecord], name: str) -> None:
+def _refuse_changes(events: Records, name: str) -> None:
     """Raise ValueError for changes since the checkpoint, other than the rehearsal's own change of length."""
     accepted = [event for event in events if event["event"] == "changes_accepted"]
     changes = (change for event in accepted for change in zip(event["settings"], event["changes"], strict=True))

@@ -16,6 +16,9 @@ from accel_train.runtime.driver import uses_cpu
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+Messages = list[dict[str, str]]
+"""A chat: each message has `role` and `content`."""
+
 
 def check_generation(run_folder: Path, *, max_new_tokens: int, temperature: float) -> None:
     """Check that a folder has a model and that arguments are in range, without importing torch.
@@ -52,7 +55,7 @@ def generate_from_run(
 
 def chat_with_run(
     run_folder: Path, messages: Iterable[str], *, max_new_tokens: int = 200, temperature: float = 0.8, seed: int = 0
-) -> list[dict[str, str]]:
+) -> Messages:
     """Print an answer to each message as it is written, and return all messages (`role`, `content`) and answers.
 
     A chat model reads the earlier messages and answers too, from the oldest that fit. Another language model continues
@@ -66,8 +69,8 @@ def chat_with_run(
     check_generation(run_folder, max_new_tokens=max_new_tokens, temperature=temperature)
     tokenizer, model, is_chat = _load(Path(run_folder))
     most = (getattr(model.config.get_text_config(), "max_position_embeddings", None) or 2**30) - max_new_tokens
-    earlier: list[dict[str, str]] = []
-    written: list[dict[str, str]] = []
+    earlier: Messages = []
+    written: Messages = []
     for message in messages:
         start = chat_prompt(tokenizer, message, earlier) if is_chat else message
         while earlier and len(tokenizer.encode(start)) > most:

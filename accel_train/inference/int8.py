@@ -15,11 +15,14 @@ from typing import Any
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+Names = tuple[str, ...]
+"""Names of the layers whose matrices are int8."""
+
 INT8, SCALE = ".int8", ".scale"
 """Suffixes of a matrix's name in the saved file."""
 
 
-def quantize_int8(model: nn.Module) -> tuple[str, ...]:
+def quantize_int8(model: nn.Module) -> Names:
     """Quantize the model's matrices to int8, in place, and return their names.
 
     GPT-2's Conv1D become linear layers first. Embeddings, norms and convolutions stay unchanged. A matrix with shared
@@ -38,7 +41,7 @@ def quantize_int8(model: nn.Module) -> tuple[str, ...]:
     return names
 
 
-def matrices(model: nn.Module) -> tuple[str, ...]:
+def matrices(model: nn.Module) -> Names:
     """Return the names of the linear layers (including GPT-2's Conv1D) whose weights are not shared."""
     owners = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
     return tuple(
@@ -49,7 +52,7 @@ def matrices(model: nn.Module) -> tuple[str, ...]:
     )
 
 
-def left_alone(model: nn.Module, names: tuple[str, ...]) -> dict[str, int]:
+def left_alone(model: nn.Module, names: Names) -> dict[str, int]:
     """Return the number of parameters that stay in floating point, by type of module."""
     found: Counter[str] = Counter()
     seen: set[int] = set()
@@ -61,7 +64,7 @@ def left_alone(model: nn.Module, names: tuple[str, ...]) -> dict[str, int]:
     return dict(found.most_common())
 
 
-def _quantize(model: nn.Module, names: tuple[str, ...]) -> None:
+def _quantize(model: nn.Module, names: Names) -> None:
     for name in names:
         module = model.get_submodule(name)
         if isinstance(module, Conv1D):
@@ -82,7 +85,7 @@ def _as_linear(module: Conv1D) -> nn.Linear:
     return linear
 
 
-def int8_tensors(model: nn.Module, names: tuple[str, ...]) -> dict[str, Tensor]:
+def int8_tensors(model: nn.Module, names: Names) -> dict[str, Tensor]:
     """Return all tensors of a quantized model by name. Shared tensors occur once."""
     tensors: dict[str, Tensor] = {}
     seen: set[int] = set()
@@ -97,7 +100,7 @@ def int8_tensors(model: nn.Module, names: tuple[str, ...]) -> dict[str, Tensor]:
     return tensors
 
 
-def put_int8_tensors(model: nn.Module, names: tuple[str, ...], tensors: Mapping[str, Tensor]) -> None:
+def put_int8_tensors(model: nn.Module, names: Names, tensors: Mapping[str, Tensor]) -> None:
     """Load saved int8 tensors into a model of the same configuration, in place.
 
     Raises:

@@ -13,6 +13,9 @@ from accel_train.inference.evaluate import measure
 from accel_train.inference.finished_run import TrainedRun
 from accel_train.runtime.doctor import device_name
 
+Record = Mapping[str, Any]
+"""Contents of export.json, or a part of it."""
+
 _TIMED_BATCHES = 4
 _TIMED_SECONDS = 1.0
 
@@ -92,7 +95,7 @@ def _now(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def format_export(folder: Path, record: Mapping[str, Any]) -> str:
+def format_export(folder: Path, record: Record) -> str:
     """Return a description of the export. For int8 and ONNX, a table of size, speed and metrics before and after."""
     sizes = record["weights_bytes"]
     left_out = ", ".join(record["left_out"])
@@ -132,7 +135,7 @@ def format_export(folder: Path, record: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _lines_of_int8(int8: Mapping[str, Any]) -> list[str]:
+def _lines_of_int8(int8: Record) -> list[str]:
     """Return lines about the int8 weights of a graph."""
     rest = ", ".join(f"{operator} {count:,}" for operator, count in int8["left_alone"].items())
     counts = [
@@ -150,7 +153,7 @@ def _lines_of_int8(int8: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _lines_of_differences(onnx: Mapping[str, Any]) -> list[str]:
+def _lines_of_differences(onnx: Record) -> list[str]:
     """Return a line about each output of a graph, and about images that were not compared."""
     lines = [
         f"largest difference of {name}: {difference:.2g} (allowed: {onnx['allowed_difference'][name]:.2g}; "
@@ -165,7 +168,7 @@ def _lines_of_differences(onnx: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def _table(kind: str, record: Mapping[str, Any]) -> list[str]:
+def _table(kind: str, record: Record) -> list[str]:
     """Return the lines of size, speed and metrics, before and after, with the fp32 graph between if there is one."""
     sizes = record["weights_bytes"]
     shown = {name: kind if name == "after" else name for name in ("before", "onnx", "after") if name in sizes}

@@ -28,6 +28,11 @@ from accel_train.inference.int8_cost import Contender, compare
 from accel_train.inference.onnx_int8 import bytes_of, quantize_graph
 from accel_train.tasks.sentence_embedding.config import EMBEDDING
 
+Numbers = dict[str, float]
+
+Tensors = Mapping[str, Tensor]
+"""Inputs or outputs by name."""
+
 ONNX_FILE = "model.onnx"
 TOLERANCE = 1e-3
 """Largest difference of an output, relative to its largest value. For logits and boxes, only if that is above 1."""
@@ -50,9 +55,9 @@ class OnnxModel(nn.Module):
         self.session, self.reference, self.leaves_out_ties = session, reference, leaves_out_ties
         self.num_images = self.num_ties = 0
         """Images of a detector that chooses queries, and images among them that are not compared."""
-        self.differences: dict[str, float] = {}
+        self.differences: Numbers = {}
         """Largest difference from `reference` by output."""
-        self.largest: dict[str, float] = {}
+        self.largest: Numbers = {}
         """Largest value of `reference` by output."""
 
     def forward(self, **given: Tensor) -> SimpleNamespace:
@@ -78,13 +83,13 @@ class OnnxModel(nn.Module):
         # The loss of a detector reads outputs of its inner layers, which the graph does not have.
         return SimpleNamespace(**found, **({} if labels is None else {"loss": some.new_tensor(math.nan)}))
 
-    def _record(self, found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    def _record(self, found: Tensors, expected: Tensors) -> None:
         for name, values in found.items():
             for record, value in ((self.differences, values - expected[name]), (self.largest, expected[name])):
                 # Unlike max, np.maximum keeps NaN.
                 record[name] = float(np.maximum(value.abs().max().item(), record.get(name, 0.0)))
 
-    def _record_chosen(self, found: Mapping[str, Tensor], expected: Any) -> None:
+    def _record_chosen(self, found: Tensors, expected: Any) -> None:
         """Record the differences of the logits and boxes of queries that a detector chooses by score."""
         is_tie = _has_tie(expected["enc_outputs_class"], self.reference.config).tolist()
         for image, ties in enumerate(is_tie):
@@ -127,7 +132,7 @@ def _has_tie(scores: Tensor, config: Any) -> Tensor:
     return (gaps <= TOLERANCE * best.abs().amax(1, keepdim=True).clamp(min=1)).any(1)
 
 
-def _paired(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _paired(ours: Tensors, theirs: Tensors) -> Tensors:
     """Return our rows of logits and boxes in the order of the nearest rows of theirs."""
     first, second = (torch.cat([each[name] for name in theirs], -1) for each in (theirs, ours))
     distances = torch.cdist(first, second, p=math.inf).nan_to_num(nan=0.0, posinf=0.0)
@@ -233,7 +238,7 @@ def _opened(file: Path, model: nn.Module, *, leaves_out_ties: bool = False) -> t
     return OnnxModel(session, model, leaves_out_ties=leaves_out_ties), session
 
 
-def _example(run: TrainedRun) -> dict[str, Tensor]:
+def _example(run: TrainedRun) -> Tensors:
     """Return two evaluation samples as the processor encodes them. Sizes of 1 would become constants of the graph."""
     assert run.data.eval is not None
     last = len(run.data.eval) - 1  # type: ignore[arg-type]
@@ -249,7 +254,7 @@ def _example(run: TrainedRun) -> dict[str, Tensor]:
     return _resized(found, 2, max(_SHORTEST, ids.shape[-1]))
 
 
-def _resized(example: Mapping[str, Tensor], rows: int, length: int) -> dict[str, Tensor]:
+def _resized(example: Tensors, rows: int, length: int) -> Tensors:
     """Return the example repeated and cut to other numbers of rows and tokens."""
     found = {}
     for name, value in example.items():
@@ -258,7 +263,7 @@ def _resized(example: Mapping[str, Tensor], rows: int, length: int) -> dict[str,
     return found
 
 
-def _write(model: nn.Module, kind: str, example: Mapping[str, Tensor], file: Path, *, is_any_size: bool) -> int:
+def _write(model: nn.Module, kind: str, example: Tensors, file: Path, *, is_any_size: bool) -> int:
     """Write the graph of a model and return its opset. `kind` names the model in errors.
 
     With `is_any_size`, it takes images of any size if torch can export the model so.
@@ -299,7 +304,7 @@ def _write(model: nn.Module, kind: str, example: Mapping[str, Tensor], file: Pat
     return int(program.model.opset_imports[""])
 
 
-def _probe(checked: OnnxModel, example: Mapping[str, Tensor], run: TrainedRun) -> None:
+def _probe(checked: OnnxModel, example: Tensors, run: TrainedRun) -> None:
     """Compare outputs at other sizes than the example's, which the graph may hold as constants."""
     length = next(iter(example.values())).shape[-1]
     longest = length
@@ -311,7 +316,7 @@ def _probe(checked: OnnxModel, example: Mapping[str, Tensor], run: TrainedRun) -
             checked(**{name: tensor.to(run.accelerator.device) for name, tensor in resized.items()})
 
 
-def _allowed(checked: OnnxModel) -> dict[str, float]:
+def _allowed(checked: OnnxModel) -> Numbers:
     """Return the largest difference that passes, by output. Numbers of a normalized vector are far below 1."""
     return {
         name: TOLERANCE * (largest if name == EMBEDDING else max(largest, 1.0))
@@ -319,7 +324,7 @@ def _allowed(checked: OnnxModel) -> dict[str, float]:
     }
 
 
-def _check(checked: OnnxModel, before: Mapping[str, float], after: Mapping[str, float]) -> None:
+def _check(checked: OnnxModel, before: Numbers, after: Numbers) -> None:
     if 2 * checked.num_ties > checked.num_images:
         raise ValueError(
             f"--onnx: the detector chooses its queries by score, and a rounding decides in {checked.num_ties:,} of "

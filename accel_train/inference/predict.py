@@ -37,6 +37,9 @@ from accel_train.report.pictures import Box, color_of_class, draw_boxes, draw_ma
 from accel_train.runtime.process_group import wait_for_all
 from accel_train.task import Columns, load_task
 
+Arrays = Mapping[str, NDArray[Any]]
+"""Predictions of a batch or of all samples, by name."""
+
 MAX_SCORE_COLUMNS = 20
 """Most classes for which a table has a score column each. With more classes, scores are dropped."""
 LEAST_EDGE = 640
@@ -237,7 +240,7 @@ def _masks_of(table: Path) -> Path:
     return table.with_name(f"{table.stem}-masks")
 
 
-def _predict_all(run: TrainedRun, masks: Path, drawing: Drawing | None) -> Mapping[str, NDArray[Any]]:
+def _predict_all(run: TrainedRun, masks: Path, drawing: Drawing | None) -> Arrays:
     """Return the predictions of all samples, in order, on the main process. Write masks and pictures to folders."""
     assert run.data.eval is not None
     rows: dict[str, list[Tensor]] = {}
@@ -266,7 +269,7 @@ def _predict_all(run: TrainedRun, masks: Path, drawing: Drawing | None) -> Mappi
     return rows_in_order(run.accelerator, rows)
 
 
-def label_columns(rows: Mapping[str, NDArray[Any]], names: Sequence[str], *, labelled: bool) -> Columns:
+def label_columns(rows: Arrays, names: Sequence[str], *, labelled: bool) -> Columns:
     """Return a table's columns: the predicted label by name, its score, and the true label if known."""
     columns: Columns = {}
 
@@ -304,7 +307,6 @@ def write_table(columns: Columns, out: Path, home: Path) -> Path:
     """
     kind = out.suffix.lower()
     if kind == ".parquet":
-        import pyarrow
         import pyarrow.parquet
 
         buffer = io.BytesIO()
@@ -349,7 +351,7 @@ def _write_masks(
     folder: Path,
     run: TrainedRun,
     indices: Sequence[int],
-    found: Mapping[str, NDArray[Any]],
+    found: Arrays,
     drawing: Drawing | None,
 ) -> None:
     """Write each mask as a PNG of classes with a palette, and draw it over its image.
@@ -370,7 +372,7 @@ def _write_masks(
             _save_picture(drawing, run, index, draw_mask(image, mask, source.label_names, _scale_of(image)))
 
 
-def _draw_boxes(drawing: Drawing, run: TrainedRun, indices: Sequence[int], found: Mapping[str, NDArray[Any]]) -> None:
+def _draw_boxes(drawing: Drawing, run: TrainedRun, indices: Sequence[int], found: Arrays) -> None:
     """Draw the boxes of each image of a batch, with class and score, in the colors of their classes."""
     source = run.data.source
     columns = run.task.prediction_columns({"index": np.array(indices), **found}, run.data)

@@ -6,6 +6,9 @@ from typing import Any, NamedTuple, TypeGuard
 
 from accel_train.core.metric_names import METRICS, is_lower_better, label, show_metric
 
+Record = Mapping[str, Any]
+"""Metrics or facts by name, as summary.json has them."""
+
 
 class Unbeaten(NamedTuple):
     """A baseline that is as good as the model or better."""
@@ -21,7 +24,7 @@ class Unbeaten(NamedTuple):
         return f"The model does not beat a baseline on held-out data: {label(self.metric)} {own}, and {best} by {other}"
 
 
-def by_baseline(baselines: Mapping[str, Any], metrics: Iterable[str]) -> dict[str, dict[str, Any]]:
+def by_baseline(baselines: Record, metrics: Iterable[str]) -> dict[str, dict[str, Any]]:
     """Group baselines by displayed name, then metric: `tfidf_accuracy` is the accuracy of `TF-IDF`.
 
     Names that do not end with a metric are left out.
@@ -36,9 +39,9 @@ def by_baseline(baselines: Mapping[str, Any], metrics: Iterable[str]) -> dict[st
     return by_name
 
 
-def format_scores(scores: Mapping[str, Any], baselines: Mapping[str, Any]) -> str:
+def format_scores(scores: Record, baselines: Record) -> str:
     """Return a table with a row for each metric, and a column for the model and for each baseline."""
-    columns: dict[str, Mapping[str, Any]] = {"this model": scores, **by_baseline(baselines, scores)}
+    columns: dict[str, Record] = {"this model": scores, **by_baseline(baselines, scores)}
     cells = [
         [show_metric(metric, values[metric]) if metric in values else "" for values in columns.values()]
         for metric in scores
@@ -52,8 +55,8 @@ def format_scores(scores: Mapping[str, Any], baselines: Mapping[str, Any]) -> st
 
 
 def unbeaten_baseline(
-    scores: Mapping[str, Any],
-    baselines: Mapping[str, Any],
+    scores: Record,
+    baselines: Record,
     main_metric: str,
     is_lower_better: Callable[[str], bool] = is_lower_better,
 ) -> Unbeaten | None:
@@ -109,8 +112,8 @@ class Comparison(NamedTuple):
 
 
 def compare(
-    scores: Mapping[str, Any],
-    baselines: Mapping[str, Any],
+    scores: Record,
+    baselines: Record,
     main_metric: str,
     rows: int | None = None,
     is_lower_better: Callable[[str], bool] = is_lower_better,
@@ -133,7 +136,7 @@ def compare(
     return Comparison(metric, own, best, values[best], is_beaten, rows if is_share else None)
 
 
-def rows_of(scores: Mapping[str, Any], facts: Mapping[str, Any], targets: str) -> int | None:
+def rows_of(scores: Record, facts: Record, targets: str) -> int | None:
     """Return the number of evaluated samples with a label; None where targets are parts of samples.
 
     Args:
@@ -147,7 +150,7 @@ def rows_of(scores: Mapping[str, Any], facts: Mapping[str, Any], targets: str) -
     return max(0, int(min(known))) if len(known) == 2 else None
 
 
-def format_main_score(scores: Mapping[str, Any], main_metric: str, compared: Comparison | None) -> str:
+def format_main_score(scores: Record, main_metric: str, compared: Comparison | None) -> str:
     """Return the main metric next to its best baseline, in another metric too if they were compared by another."""
     names = dict.fromkeys((main_metric, main_metric if compared is None else compared.metric))
     text = ", ".join(f"{label(name)} {show_metric(name, scores.get(name))}" for name in names)

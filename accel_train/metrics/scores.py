@@ -15,6 +15,8 @@ from numpy.typing import ArrayLike, NDArray
 from accel_train.core.state import JsonRecord
 from accel_train.task import Scores
 
+Names = Sequence[str]
+
 Floats = NDArray[np.float64]
 _FIGURES = ("precision", "recall", "f1-score")
 SUMMARY_ROWS = ("accuracy", "micro avg", "macro avg", "weighted avg")  # rows of a report that are not classes
@@ -22,7 +24,7 @@ SUMMARY_ROWS = ("accuracy", "micro avg", "macro avg", "weighted avg")  # rows of
 Counts = NDArray[np.int64]  # (3, C): true positives, false positives and false negatives of each class
 
 
-def classification_scores(confusion: ArrayLike, label_names: Sequence[str]) -> Scores:
+def classification_scores(confusion: ArrayLike, label_names: Names) -> Scores:
     """Return accuracy, precision, recall, F1, and Matthews' correlation from a confusion matrix.
 
     Precision, recall, and F1 come as `_macro`, `_micro`, and `_weighted`. `confusion` is (C, C), and its rows are the
@@ -39,7 +41,7 @@ def classification_scores(confusion: ArrayLike, label_names: Sequence[str]) -> S
     return Scores({"accuracy": accuracy, **metrics, "mcc": matthews_correlation(matrix)}, {"classification": details})
 
 
-def multilabel_scores(counts: ArrayLike, label_names: Sequence[str]) -> Scores:
+def multilabel_scores(counts: ArrayLike, label_names: Names) -> Scores:
     """Return precision, recall, F1, and Hamming loss of labels that may occur together.
 
     Precision, recall, and F1 come as `_macro`, `_micro`, and `_weighted`. `counts` are (C, 4) true positives, false
@@ -53,7 +55,7 @@ def multilabel_scores(counts: ArrayLike, label_names: Sequence[str]) -> Scores:
     return Scores({**metrics, "hamming_loss": hamming_loss}, {"classification": details})
 
 
-def entity_scores(counts: ArrayLike, types: Sequence[str], num_right: int, num_words: int) -> Scores:
+def entity_scores(counts: ArrayLike, types: Names, num_right: int, num_words: int) -> Scores:
     """Return precision, recall, F1, and `f1_macro` of entities, and the accuracy of words.
 
     Precision, recall, and F1 are micro averages, as in seqeval and CoNLL. `counts` are (types, 3): found, predicted,
@@ -69,7 +71,7 @@ def entity_scores(counts: ArrayLike, types: Sequence[str], num_right: int, num_w
 
 
 def _class_scores(
-    counts: Counts, known: NDArray[np.bool_], label_names: Sequence[str], accuracy: float | None = None
+    counts: Counts, known: NDArray[np.bool_], label_names: Names, accuracy: float | None = None
 ) -> tuple[dict[str, float], JsonRecord]:
     """Return averages over the `known` classes, and the report on all classes.
 
@@ -134,7 +136,7 @@ def _format_report(report: Mapping[str, Any]) -> str:
     return "\n".join([heading, "", *classes, "", *(lines[name] for name in SUMMARY_ROWS if name in lines)]) + "\n"
 
 
-def segmentation_scores(confusion: ArrayLike, label_names: Sequence[str]) -> Scores:
+def segmentation_scores(confusion: ArrayLike, label_names: Names) -> Scores:
     """Return the mean intersection over union of the classes that occur, and the share of right pixels.
 
     `confusion` is (C, C) pixel counts, and its rows are the truth. `details["segmentation"]["iou"]` has None for a

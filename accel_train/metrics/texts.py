@@ -8,6 +8,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+Texts = Sequence[str]
+
 _ROUGE = ("rouge1", "rouge2", "rougeL")
 TEXT_SCORES = ("bleu", "chrf", *_ROUGE, "exact_match")
 """Names of the scores that `text_scores` returns."""
@@ -17,9 +19,7 @@ _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _WITHOUT_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
-def text_scores(
-    generated: Sequence[str], references: Sequence[str], *, bleu_tokenizer: str = "13a"
-) -> dict[str, float]:
+def text_scores(generated: Texts, references: Texts, *, bleu_tokenizer: str = "13a") -> dict[str, float]:
     """Return corpus BLEU and chrF (0 to 100), and mean ROUGE F1 and exact match (0 to 1); NaN without texts.
 
     BLEU and chrF are sacrebleu's. BLEU uses n-grams of up to 4 words, or fewer if all texts are shorter. ROUGE is
@@ -47,7 +47,7 @@ def normalized(answer: str) -> str:
     return " ".join(_ARTICLES.sub(" ", answer.lower().translate(_WITHOUT_PUNCTUATION)).split())
 
 
-def exact_match(answer: str, wanted: Sequence[str]) -> float:
+def exact_match(answer: str, wanted: Texts) -> float:
     """Return 1.0 if the answer equals a wanted answer, otherwise 0.0.
 
     Without wanted answers, the empty answer is right.
@@ -55,7 +55,7 @@ def exact_match(answer: str, wanted: Sequence[str]) -> float:
     return float(normalized(answer) in {normalized(each) for each in _counting(wanted)})
 
 
-def f1(answer: str, wanted: Sequence[str]) -> float:
+def f1(answer: str, wanted: Texts) -> float:
     """Return the best F1 of the words of the answer and a wanted answer.
 
     Without wanted answers, the empty answer is right.
@@ -63,12 +63,12 @@ def f1(answer: str, wanted: Sequence[str]) -> float:
     return max(_f1(normalized(answer).split(), normalized(each).split()) for each in _counting(wanted))
 
 
-def _counting(wanted: Sequence[str]) -> Sequence[str]:
+def _counting(wanted: Texts) -> Texts:
     """Return the answers that SQuAD 2 compares with: those not empty after normalization, or the empty answer."""
     return [each for each in wanted if normalized(each)] or [""]
 
 
-def _f1(words: Sequence[str], wanted: Sequence[str]) -> float:
+def _f1(words: Texts, wanted: Texts) -> float:
     if not words or not wanted:
         return float(words == wanted)
     common = (Counter(words) & Counter(wanted)).total()
@@ -76,7 +76,7 @@ def _f1(words: Sequence[str], wanted: Sequence[str]) -> float:
 
 
 def answer_scores(
-    answers: Sequence[str], null_scores: Sequence[float], wanted: Sequence[Sequence[str]], threshold: float | None
+    answers: Texts, null_scores: Sequence[float], wanted: Sequence[Texts], threshold: float | None
 ) -> dict[str, float]:
     """Return `exact_match` and `f1` (0 to 1), means over questions; NaN without questions.
 

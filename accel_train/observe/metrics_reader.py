@@ -8,7 +8,7 @@ from itertools import islice
 from pathlib import Path
 
 from accel_train.core.state import JsonRecord
-from accel_train.observe.run_folder import note_damaged_lines, parse_line
+from accel_train.observe.run_folder import Damage, note_damaged_lines, parse_line
 
 WHOLE_BYTES = 2**24
 """Size up to which all lines of a file are kept, in bytes: about 40,000 lines."""
@@ -42,7 +42,7 @@ class MetricsReader:
         self._num_lines = 0
         self._faults: dict[int, str] = {}
 
-    def read(self, damage: list[str] | None = None) -> list[JsonRecord]:
+    def read(self, damage: Damage = None) -> list[JsonRecord]:
         """Return the kept lines in file order. `damage` receives a message about damaged lines.
 
         Raises:
@@ -65,7 +65,8 @@ class MetricsReader:
                 self._take(lines)
                 if num_bytes < (self._group_bytes or 1):
                     break
-                self._close_group()
+                self._parse(self._kept, self._extremes())
+                self._group.clear()
             file.seek(max(0, self._offset - _PRINT_BYTES))
             self._print = file.read(self._offset - file.tell())
         found = dict(self._kept)
@@ -106,10 +107,6 @@ class MetricsReader:
                 if key not in self._group or sign * extreme > sign * self._group[key][0]:
                     at = places[numbers.index(extreme)]
                     self._group[key] = (extreme, first + at, lines[at])
-
-    def _close_group(self) -> None:
-        self._parse(self._kept, self._extremes())
-        self._group.clear()
 
     def _extremes(self) -> Iterator[tuple[int, bytes]]:
         return ((number, line) for _, number, line in self._group.values())

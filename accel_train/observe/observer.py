@@ -1,7 +1,7 @@
 """Read-only observers of a run: the base class, the main process's observer, and a list of observers."""
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -11,7 +11,7 @@ from accel_train.core.json_io import utc_event
 from accel_train.core.state import JsonRecord, StepResult
 from accel_train.observe.goodput import LaunchClock
 from accel_train.observe.progress import Progress
-from accel_train.observe.run_folder import RunFolder
+from accel_train.observe.run_folder import Record, RunFolder
 from accel_train.observe.throughput import Meter, SystemMetrics
 from accel_train.observe.trackers import Trackers
 from accel_train.task import rate_name
@@ -52,7 +52,7 @@ class Observer:
     def on_evaluation_batch(self, step: int, share: float) -> None:
         """Handle the start of an evaluation batch. `share` is the finished part of this process's batches, 0 to 1."""
 
-    def on_evaluation(self, step: int, metrics: Mapping[str, Any], split: str = "eval") -> None:
+    def on_evaluation(self, step: int, metrics: Record, split: str = "eval") -> None:
         """Handle the metrics of an evaluation."""
 
     def on_event(
@@ -80,7 +80,7 @@ class Observer:
         """
         return batches
 
-    def finish(self, summary: Mapping[str, Any]) -> None:
+    def finish(self, summary: Record) -> None:
         """Handle the end of training. Called once."""
 
     def __enter__(self) -> Self:
@@ -206,7 +206,7 @@ class RunObserver(Observer):
     def on_evaluation_batch(self, step: int, share: float) -> None:
         self._progress.evaluating(step, share)
 
-    def on_evaluation(self, step: int, metrics: Mapping[str, Any], split: str = "eval") -> None:
+    def on_evaluation(self, step: int, metrics: Record, split: str = "eval") -> None:
         """Record the loss and metrics of an evaluation.
 
         The split `eval_final` is the evaluation of the final weights on all samples, and `eval_untrained` of the
@@ -244,7 +244,7 @@ class RunObserver(Observer):
         with self._meter.paused(), self._clock.inside(account):
             yield
 
-    def finish(self, summary: Mapping[str, Any]) -> None:
+    def finish(self, summary: Record) -> None:
         """Write summary.json with this launch's rates, then close trackers and display."""
         overall = self._meter.overall()
         rates = {
@@ -294,11 +294,11 @@ class RunObserver(Observer):
         else:
             self._is_failing = False
 
-    def _write_numbers(self, step: int, split: str, numbers: Mapping[str, Any]) -> None:
+    def _write_numbers(self, step: int, split: str, numbers: Record) -> None:
         self._write({"step": step, "split": split, **numbers})
         self._trackers.log({f"{split}/{name}": value for name, value in numbers.items()}, step)
 
-    def _notice_idle_gpu(self, step: int, system: Mapping[str, Any]) -> None:
+    def _notice_idle_gpu(self, step: int, system: Record) -> None:
         """Say once that the GPU idles, and not because data is late. The first sample does not count: it compiles."""
         if "gpu_percent" not in system or len(self._idle) > IDLE_SAMPLES:
             return

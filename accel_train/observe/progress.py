@@ -6,13 +6,14 @@ import re
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Literal, TextIO
 
 from accel_train.core.format import format_seconds
 from accel_train.core.metric_names import is_variant
 from accel_train.core.redaction import redact_text
 from accel_train.core.terminal import is_terminal, print_line, shown_on, width_of
+from accel_train.observe.run_folder import Record
 
 Style = Literal["bar", "notebook", "lines", "off"]
 
@@ -133,7 +134,7 @@ class Progress:
             self._evaluated_for = began, now + now - began
             self._write_line(f"step {step}: evaluating, {share:.0%} done after {format_seconds(now - began)}")
 
-    def evaluated(self, step: int, kind: str, metrics: Mapping[str, Any]) -> None:
+    def evaluated(self, step: int, kind: str, metrics: Record) -> None:
         """Show the metrics of an evaluation as a table row in a notebook, elsewhere as a line."""
         self._evaluated_for = None
         if self._bar is not None:
@@ -239,12 +240,12 @@ def _discard_stdout() -> None:
         return
 
 
-def without_variants(scores: Mapping[str, Any], kept: str) -> dict[str, Any]:
+def without_variants(scores: Record, kept: str) -> dict[str, Any]:
     """Return the metrics that no other one represents, and the one named `kept`."""
     return {name: value for name, value in scores.items() if name == kept or not is_variant(name, scores)}
 
 
-def describe_metrics(metrics: Mapping[str, Any], kept: str = "") -> str:
+def describe_metrics(metrics: Record, kept: str = "") -> str:
     """Return the metrics as text: `loss 2.0134, perplexity 7.49, bits_per_byte 1.2034 (3s)`.
 
     Metrics are left out as in `without_variants`.
@@ -254,6 +255,6 @@ def describe_metrics(metrics: Mapping[str, Any], kept: str = "") -> str:
     return ", ".join(numbers) + seconds
 
 
-def _floats(metrics: Mapping[str, Any]) -> dict[str, float]:
+def _floats(metrics: Record) -> dict[str, float]:
     aside = ("seconds", "num_targets")
     return {name: value for name, value in metrics.items() if isinstance(value, float) and name not in aside}

@@ -31,6 +31,12 @@ from accel_train.core.ownership import RECIPE_FILE as RECIPE_FILE
 from accel_train.core.ownership import check_claim, claim, write_file
 from accel_train.core.state import Choice, JsonRecord
 
+Record = Mapping[str, Any]
+"""Metrics, an event, or other facts of a run, by name."""
+
+Damage = list[str] | None
+"""Receives messages about damaged files, which are also printed."""
+
 EXAMPLES_FILE = "examples.json"
 METRICS_FILE = "metrics.jsonl"
 EVENTS_FILE = "events.jsonl"
@@ -108,7 +114,7 @@ class RunFolder:
             finally:
                 self._release_lock()
 
-    def append_metrics(self, record: Mapping[str, Any]) -> None:
+    def append_metrics(self, record: Record) -> None:
         """Append one line to metrics.jsonl. It survives a kill of this process once this method returns.
 
         Raises:
@@ -116,11 +122,11 @@ class RunFolder:
         """
         _append_line(self._open_files[METRICS_FILE], record)
 
-    def append_event(self, record: Mapping[str, Any]) -> None:
+    def append_event(self, record: Record) -> None:
         """Append one line to events.jsonl. Guarantees and errors are as for `append_metrics`."""
         _append_line(self._open_files[EVENTS_FILE], record)
 
-    def write_summary(self, summary: Mapping[str, Any]) -> None:
+    def write_summary(self, summary: Record) -> None:
         self.write_text(SUMMARY_FILE, json_text(summary))
 
     def write_text(self, name: str, text: str) -> Path:
@@ -200,7 +206,7 @@ class RunFolder:
         self.lock = Choice(True, "held by the kernel, freed when this process ends")
 
 
-def read_metrics(run_folder: Path, damage: list[str] | None = None) -> list[JsonRecord]:
+def read_metrics(run_folder: Path, damage: Damage = None) -> list[JsonRecord]:
     """Return all lines of a run's metrics.jsonl, with NaN and Infinity as floats.
 
     A line torn by a kill is left out. Damaged lines are skipped and reported once on stderr. The report is also added
@@ -212,12 +218,12 @@ def read_metrics(run_folder: Path, damage: list[str] | None = None) -> list[Json
     return _sound_lines(Path(run_folder) / METRICS_FILE, damage)
 
 
-def read_events(run_folder: Path, damage: list[str] | None = None) -> list[JsonRecord]:
+def read_events(run_folder: Path, damage: Damage = None) -> list[JsonRecord]:
     """Return all lines of a run's events.jsonl. Handles damage and errors like `read_metrics`."""
     return _sound_lines(Path(run_folder) / EVENTS_FILE, damage)
 
 
-def read_record(path: Path, damage: list[str] | None = None) -> JsonRecord:
+def read_record(path: Path, damage: Damage = None) -> JsonRecord:
     """Return a JSON object that a run wrote, for example summary.json.
 
     Returns an empty dict if the file is missing or damaged. Damage is reported on stderr and in `damage`.
@@ -234,7 +240,7 @@ def read_record(path: Path, damage: list[str] | None = None) -> JsonRecord:
     return record
 
 
-def _sound_lines(path: Path, damage: list[str] | None) -> list[JsonRecord]:
+def _sound_lines(path: Path, damage: Damage) -> list[JsonRecord]:
     kind = "split" if path.name == METRICS_FILE else "event"
     records: list[JsonRecord] = []
     faults: dict[int, str] = {}
@@ -252,7 +258,7 @@ def _sound_lines(path: Path, damage: list[str] | None) -> list[JsonRecord]:
     return records
 
 
-def note_damaged_lines(path: Path, faults: Mapping[int, str], damage: list[str] | None) -> None:
+def note_damaged_lines(path: Path, faults: Mapping[int, str], damage: Damage) -> None:
     """Report damaged lines of a file in one message, as `note_damage` does. `faults` has the reasons by line number."""
     if faults:
         first = min(faults)
@@ -260,7 +266,7 @@ def note_damaged_lines(path: Path, faults: Mapping[int, str], damage: list[str] 
         note_damage(f"{path}:{first} is damaged ({faults[first]}) and is skipped{more}", damage)
 
 
-def note_damage(message: str, damage: list[str] | None) -> None:
+def note_damage(message: str, damage: Damage) -> None:
     """Print a message about a damaged file once, and add it to `damage`."""
     _print_once(message)
     if damage is not None:
@@ -363,7 +369,7 @@ def _remove_from_end(path: Path, is_kept: Callable[[JsonRecord], bool], step: in
         write_atomically(path, file.read(begin) + content)
 
 
-def _append_line(fd: int, record: Mapping[str, Any]) -> None:
+def _append_line(fd: int, record: Record) -> None:
     """Append one line with a single write(), so a kill tears at most this line."""
     line = json_line(record)
     size_before, written = os.fstat(fd).st_size, 0

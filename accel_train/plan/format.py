@@ -14,6 +14,7 @@ from accel_train.recipe.writer import format_settings
 from accel_train.task import Facts
 
 Row = tuple[str, str]
+Rows = Iterator[Row]
 MUCH_PADDING = 0.02
 MODEL_ROWS = {
     "model.attn_implementation": "attention",
@@ -37,7 +38,7 @@ def format_plan(plan: Plan, *, colour: bool = False, show_all: bool = True) -> s
     return str(redact("\n".join(lines)))
 
 
-def _verdict(plan: Plan, colour: bool) -> Iterator[Row]:
+def _verdict(plan: Plan, colour: bool) -> Rows:
     steps = plan.steps
     samples = format_count(plan.sizes.global_batch_size, "sample")
     length = format_count(steps.max_steps, "step") if plan.has_length else "an unknown number of steps"
@@ -89,7 +90,7 @@ def _blocks(plan: Plan) -> Iterator[tuple[str, list[Row]]]:
     yield from _scale_blocks(plan)
 
 
-def _length_rows(plan: Plan) -> Iterator[Row]:
+def _length_rows(plan: Plan) -> Rows:
     steps, per_step = plan.steps, format_count(plan.num_targets / plan.steps.max_steps)
     if not plan.has_length:
         epochs = f"schedule.num_epochs is {plan.recipe.schedule.num_epochs:g}"
@@ -130,7 +131,7 @@ def _scale_blocks(plan: Plan) -> Iterator[tuple[str, list[Row]]]:
     yield "Time", [("training", training), ("in a day", in_a_day), ("save every", save_every)]
 
 
-def _model_rows(plan: Plan) -> Iterator[Row]:
+def _model_rows(plan: Plan) -> Rows:
     frozen = plan.num_parameters - plan.num_trainable
     yield "parameters", format_count(plan.num_parameters) + f", {format_count(frozen)} of them frozen" * bool(frozen)
     if plan.vocabulary is not None:
@@ -204,7 +205,7 @@ def _ways_to_less(plan: Plan) -> Iterator[str]:
     yield "use GPUs with more memory"
 
 
-def _layout_rows(scale: Scale) -> Iterator[Row]:
+def _layout_rows(scale: Scale) -> Rows:
     layout, gpu, network = scale.layout, scale.gpu, scale.network
     yield "processes", f"{layout.world_size:,} on {format_count(layout.num_nodes, 'node')} of {layout.gpus_per_node}"
     yield "model", layout.reason
@@ -215,7 +216,7 @@ def _layout_rows(scale: Scale) -> Iterator[Row]:
         yield "between nodes", f"{network.value.name}, {rate} ({network.reason})"
 
 
-def _traffic_rows(scale: Scale) -> Iterator[Row]:
+def _traffic_rows(scale: Scale) -> Rows:
     for each in scale.traffic:
         factor = "2 (n - 1) / n" if each.kind == "all-reduce" else "(n - 1) / n"
         payload = f"of {size(each.payload_bytes)}{' together' * (each.times != 1)}"
@@ -231,7 +232,7 @@ def _traffic_rows(scale: Scale) -> Iterator[Row]:
         yield row("padding", f"{padding:.1%}", how)
 
 
-def _step_rows(scale: Scale, step: StepTime, peak_flops: float, device: str) -> Iterator[Row]:
+def _step_rows(scale: Scale, step: StepTime, peak_flops: float, device: str) -> Rows:
     layout, mfu = scale.layout, scale.mfu
     peak = f"{layout.world_size:,} x {peak_flops / 1e12:g} TFLOP/s ({device}; MFU {mfu.reason})"
     yield row("computing", duration(step.compute_seconds), f"model: at an MFU of {mfu.value:.3g} of {peak}")

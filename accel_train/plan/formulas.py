@@ -15,6 +15,8 @@ from accel_train.parallel.zero import BUCKET_ELEMENTS
 from accel_train.plan.place import Layout
 from accel_train.plan.traffic import Collective, Kind, Phase, Ring, backward_order
 
+Collectives = Iterator[Collective]
+
 BUCKET_BYTES = 25 * 2**20
 """DDP's buckets (bucket_cap_mb): one is full with the weight that makes it as large, or larger."""
 FIRST_BUCKET_BYTES = 2**20
@@ -51,9 +53,7 @@ def _ddp_memory(
         yield MemoryPart("DDP buckets", num_bytes, "arithmetic", how)
 
 
-def _ddp_collectives(
-    layout: Layout, weights: ModelWeights, compute_bytes: int, reduce_bytes: int
-) -> Iterator[Collective]:
+def _ddp_collectives(layout: Layout, weights: ModelWeights, compute_bytes: int, reduce_bytes: int) -> Collectives:
     """Yield a reduction per bucket of DDP: the last block's gradients come first; nothing overlaps the last bucket."""
     ring = Ring(layout.world_size, 1, layout.gpus_per_node)
     sizes = [0]
@@ -92,7 +92,7 @@ def _fsdp2_memory(
     yield from (whole[name] for name in OF_FSDP2 if name in whole)
 
 
-def matrix_collectives(layout: Layout, weights: ModelWeights, dtype: str) -> Iterator[Collective]:
+def matrix_collectives(layout: Layout, weights: ModelWeights, dtype: str) -> Collectives:
     """Yield Muon's collectives. In each stage, every process orthogonalizes its share of the matrices, in `dtype`.
 
     For sharded matrices, one all-to-all sends the parts to that process and another one returns the results. For whole
@@ -114,9 +114,7 @@ def matrix_collectives(layout: Layout, weights: ModelWeights, dtype: str) -> Ite
             yield Collective(kind, num_bytes, ring, "backward", True, False, f"updates of matrices, {dtype}")
 
 
-def _fsdp2_collectives(
-    layout: Layout, weights: ModelWeights, compute_bytes: int, reduce_bytes: int
-) -> Iterator[Collective]:
+def _fsdp2_collectives(layout: Layout, weights: ModelWeights, compute_bytes: int, reduce_bytes: int) -> Collectives:
     """Yield the gathers and reductions of all groups, in the order of a step.
 
     The first gathers and the last reductions of a backward pass do not overlap with computing. The embedding's weights
@@ -130,12 +128,12 @@ def _fsdp2_collectives(
     compute_bytes = weights.gathered_bytes(compute_bytes)
     dtype = "fp32" if compute_bytes == FP32_BYTES else f"{8 * compute_bytes} bits"
 
-    def gather(group: WeightGroup, phase: Phase, hidden: bool) -> Iterator[Collective]:
+    def gather(group: WeightGroup, phase: Phase, hidden: bool) -> Collectives:
         if num_bytes := size * group.gathered_part_bytes(size, compute_bytes):
             wide = ", some fp32" if any(each.in_fp32 for each in group.weights) and compute_bytes < FP32_BYTES else ""
             yield Collective("all-gather", num_bytes, shard, phase, False, hidden, f"weights, {dtype}{wide}")
 
-    def reduce(group: WeightGroup, hidden: bool) -> Iterator[Collective]:
+    def reduce(group: WeightGroup, hidden: bool) -> Collectives:
         part = reduce_bytes * group.part_numel(size, trainable_only=True)
         if part:
             yield Collective("reduce-scatter", part * size, shard, "backward", False, hidden, "gradients, fp32")
@@ -187,9 +185,7 @@ def _zero_memory(
     yield MemoryPart("collectives", 4 * bucket, "estimate", f"outgoing gradients, {bucket:,} elements at once")
 
 
-def _zero_collectives(
-    layout: Layout, weights: ModelWeights, compute_bytes: int, reduce_bytes: int
-) -> Iterator[Collective]:
+def _zero_collectives(layout: Layout, weights: ModelWeights, compute_bytes: int, reduce_bytes: int) -> Collectives:
     """Yield all large collectives of a step. All elements are fp32, independent of the compute dtype."""
     ring, stage = Ring(layout.world_size, 1, layout.gpus_per_node), layout.strategy.section.zero_stage
     if stage == 3:
@@ -202,7 +198,7 @@ def _zero_collectives(
     yield Collective("all-gather", 4 * updated, ring, "backward", True, False, UPDATED)
 
 
-def _stage_3(ring: Ring, weights: ModelWeights) -> Iterator[Collective]:
+def _stage_3(ring: Ring, weights: ModelWeights) -> Collectives:
     """Yield the collectives of stage 3.
 
     A model of more than `MAX_LIVE_ELEMENTS` elements is released between forward and backward, and gathered again.

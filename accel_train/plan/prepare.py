@@ -82,14 +82,13 @@ def _data_sets(recipe: Recipe, since: float) -> Iterator[Part]:
 
 def _samples(recipe: Recipe, data: TaskData, since: float) -> Part:
     facts = data.facts
-    if facts.cache_folder is not None:
-        folder = Path(facts.cache_folder)
-        num_bytes = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-        about = f"{facts.train_tokens:,} for training, {facts.eval_tokens:,} for evaluation"
-        return Part("tokens", about, folder, num_bytes, facts.reused)
     if facts.train_tokens is not None:
         about = f"{facts.train_tokens:,} for training, {facts.eval_tokens:,} for evaluation"
-        return Part("tokens", f"{about}; files are read in place: nothing to prepare", None, 0, True)
+        if facts.cache_folder is None:
+            return Part("tokens", f"{about}; files are read in place: nothing to prepare", None, 0, True)
+        folder = Path(facts.cache_folder)
+        num_bytes = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+        return Part("tokens", about, folder, num_bytes, facts.reused)
     count = f"{len(data.train):,} for training"  # type: ignore[arg-type]
     if targets_of(recipe.task, "pixels") not in ("images", "pixels"):
         return Part("samples", f"{count}; a start encodes rows, and keeps them from 1 MiB on", None, 0, True)

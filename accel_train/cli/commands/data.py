@@ -1,15 +1,15 @@
 """The command `data`: look at what a run will read."""
 
-import argparse
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 from accel_train.cli import results
 from accel_train.cli.command import (
     RECIPE,
+    Arguments,
     Command,
     Outcome,
+    Settings,
     importing,
     out_of,
     recipe_of,
@@ -24,7 +24,7 @@ from accel_train.core.terminal import use_colour
 
 
 @users_mistakes()
-def _data(arguments: argparse.Namespace, settings: Sequence[str]) -> Outcome:
+def _data(arguments: Arguments, settings: Settings) -> Outcome:
     recipe = recipe_of(arguments, settings)
     file = out_of(arguments) or Path(recipe.output_dir) / "data.html"
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -35,16 +35,16 @@ def _data(arguments: argparse.Namespace, settings: Sequence[str]) -> Outcome:
     look = look_at(recipe, progress=sys.stderr.isatty())
     show("\n".join(format_look(look, colour=use_colour(sys.stdout))))
     say(str(write_page(look, file)))
-    found: results.DataResult = {
-        "findings": [result_of(results.FindingOfData, each) for each in look.findings],
-        "training_samples": len(look.train),
-        "evaluation_samples": len(look.held),
-        "labels": look.counts,
-        "sources": look.sources,
-        "lengths": look.bins,
-        "notes": look.notes,
-        "file": str(file),
-    }
+    found = result_of(
+        results.DataResult,
+        look,
+        findings=[result_of(results.FindingOfData, each) for each in look.findings],
+        training_samples=len(look.train),
+        evaluation_samples=len(look.held),
+        labels=look.counts,
+        lengths=look.bins,
+        file=str(file),
+    )
     return Outcome(found, 2 if look.stops else 0)
 
 

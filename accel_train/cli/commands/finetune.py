@@ -1,17 +1,25 @@
 """The command `finetune`: write a recipe for the user's data, and run it."""
 
-import argparse
-from collections.abc import Sequence
-
 from accel_train.cli import results
-from accel_train.cli.command import VERBOSE, Command, Outcome, flag, show, users_mistakes, value
+from accel_train.cli.command import (
+    VERBOSE,
+    Arguments,
+    Command,
+    Outcome,
+    Settings,
+    flag,
+    result_of,
+    show,
+    users_mistakes,
+    value,
+)
 from accel_train.cli.commands.train import run_recipe
 from accel_train.core.redaction import redact_text
 from accel_train.core.terminal import is_main
 from accel_train.recipe.tasks import finetune_tasks
 
 
-def _finetune(arguments: argparse.Namespace, settings: Sequence[str]) -> Outcome:
+def _finetune(arguments: Arguments, settings: Settings) -> Outcome:
     from accel_train.data.builtin.example import write_example
     from accel_train.experiments.finetune.recipe import how_to_test
     from accel_train.experiments.finetune.start import write_recipe
@@ -28,15 +36,14 @@ def _finetune(arguments: argparse.Namespace, settings: Sequence[str]) -> Outcome
         written = write_recipe(path, settings, text=texts, label=labels, file=arguments.recipe, **given)
     if is_main():
         show(redact_text("\n".join(written.lines(show_all=arguments.dry_run or arguments.verbose))))
-    result: results.FinetuneResult = {
-        "recipe": str(written.path),
-        "recipe_is_new": written.is_new,
-        "task": written.found.task,
-        "description": written.found.description,
-        "notes": written.found.notes,
-        "choices": {name: str(choice) for name, choice in written.choices.items()},
-        "run": None,
-    }
+    result = result_of(
+        results.FinetuneResult,
+        written.found,
+        recipe=str(written.path),
+        recipe_is_new=written.is_new,
+        choices={name: str(choice) for name, choice in written.choices.items()},
+        run=None,
+    )
     if arguments.dry_run:
         return Outcome(result)
     result["run"] = run_recipe(result["recipe"], [], verbose=arguments.verbose, is_named=True)

@@ -4,17 +4,16 @@ import argparse
 import re
 import shutil
 import textwrap
-from collections.abc import Sequence
 from pathlib import Path
 
 from accel_train.cli import results
-from accel_train.cli.command import Command, Outcome, users_mistakes, value
+from accel_train.cli.command import Arguments, Command, Outcome, Settings, result_of, users_mistakes, value
 from accel_train.core.errors import UserError
 from accel_train.core.files import output_path
 from accel_train.core.format import did_you_mean
 
 
-def _recipes(_: argparse.Namespace, __: Sequence[str]) -> Outcome:
+def _recipes(_: Arguments, __: Settings) -> Outcome:
     from accel_train.recipe.loader import shipped_recipes
 
     width = shutil.get_terminal_size().columns
@@ -26,15 +25,15 @@ def _recipes(_: argparse.Namespace, __: Sequence[str]) -> Outcome:
         for text in (recipe.about, needs):
             print(textwrap.fill(text, width, initial_indent="    ", subsequent_indent="    "))
     print("\naccel-train run NAME trains one; accel-train init NAME copies one, to be edited.")
-    listed: list[results.RecipeOfPackage] = [
-        {"name": name, "about": recipe.about, "file": str(recipe.path), "notes": recipe.notes}
+    listed = [
+        result_of(results.RecipeOfPackage, recipe, name=name, file=str(recipe.path))
         for name, recipe in shipped_recipes().items()
     ]
     return Outcome(results.RecipesResult(recipes=listed))
 
 
 @users_mistakes()
-def _init(arguments: argparse.Namespace, _: Sequence[str]) -> Outcome:
+def _init(arguments: Arguments, _: Settings) -> Outcome:
     from accel_train.recipe.loader import copy_text, shipped_recipes
 
     name = Path(arguments.name).stem
@@ -53,7 +52,7 @@ def _init(arguments: argparse.Namespace, _: Sequence[str]) -> Outcome:
 
 
 @users_mistakes()
-def _explain(arguments: argparse.Namespace, _: Sequence[str]) -> Outcome:
+def _explain(arguments: Arguments, _: Settings) -> Outcome:
     from accel_train.recipe.explain import explain, explained
 
     name = arguments.setting.removeprefix("--")
@@ -62,7 +61,7 @@ def _explain(arguments: argparse.Namespace, _: Sequence[str]) -> Outcome:
 
 
 @users_mistakes()
-def _completion(arguments: argparse.Namespace, _: Sequence[str]) -> Outcome:
+def _completion(arguments: Arguments, _: Settings) -> Outcome:
     try:
         import shtab
     except ImportError as error:

@@ -1,8 +1,7 @@
 """The commands `rehearse` and `verify`: check whether a run resumes, and with the same result."""
 
-import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,8 +9,10 @@ from typing import TYPE_CHECKING
 from accel_train.cli import results
 from accel_train.cli.command import (
     RECIPE,
+    Arguments,
     Command,
     Outcome,
+    Settings,
     flag,
     importing,
     importing_for,
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from accel_train.experiments.rehearse import Rehearsal
 
 
-def _rehearse(arguments: argparse.Namespace, settings: Sequence[str]) -> Outcome:
+def _rehearse(arguments: Arguments, settings: Settings) -> Outcome:
     with users_mistakes():
         recipe = recipe_of(arguments, settings)
         with importing(arguments.recipe, recipe.task):
@@ -41,7 +42,7 @@ def _rehearse(arguments: argparse.Namespace, settings: Sequence[str]) -> Outcome
     return Outcome(result, 0 if result["same"] and not is_different else 4)
 
 
-def _verify(arguments: argparse.Namespace, settings: Sequence[str]) -> Outcome:
+def _verify(arguments: Arguments, settings: Settings) -> Outcome:
     with users_mistakes():
         from accel_train.checkpoint.verify import format_verified, model_problem, verify
         from accel_train.checkpoint.weight_files import has_digests
@@ -57,14 +58,14 @@ def _verify(arguments: argparse.Namespace, settings: Sequence[str]) -> Outcome:
         "run": arguments.run,
         "newest": None if verified.newest is None else str(verified.newest),
         "checkpoints": [
-            {
-                "path": str(each.path),
-                "step": each.step,
-                "problem": each.problem,
-                "changed": list(verified.changed.get(each.path, ())),
-                "healthy": each.step in verified.healthy,
-                "abandoned": each.path in verified.abandoned,
-            }
+            result_of(
+                results.CheckpointOfRun,
+                each,
+                path=str(each.path),
+                changed=list(verified.changed.get(each.path, ())),
+                healthy=each.step in verified.healthy,
+                abandoned=each.path in verified.abandoned,
+            )
             for each in verified.statuses
         ],
         "models": [
@@ -88,7 +89,7 @@ def _verify(arguments: argparse.Namespace, settings: Sequence[str]) -> Outcome:
 
 
 def _rehearsed(
-    rehearse: "Callable[..., Rehearsal]", arguments: argparse.Namespace, settings: Sequence[str], *, with_plan: bool
+    rehearse: "Callable[..., Rehearsal]", arguments: Arguments, settings: Settings, *, with_plan: bool
 ) -> results.RehearseResult:
     from accel_train.experiments.rehearse import format_rehearsal
 

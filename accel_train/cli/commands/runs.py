@@ -1,10 +1,9 @@
 """Commands for runs (`evaluate`, `predict`, `generate`, `export`, `report`, `watch`, `replay`), and `doctor`."""
 
-import argparse
 import os
 import sys
 from bdb import BdbQuit
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict
 from itertools import count
@@ -16,8 +15,10 @@ from accel_train.cli.command import (
     DATA,
     RUN,
     Argument,
+    Arguments,
     Command,
     Outcome,
+    Settings,
     data_of,
     finite_number,
     flag,
@@ -48,7 +49,7 @@ GENERATES = "causal-lm"
 """Task whose runs `generate` and `chat` read."""
 
 
-def _evaluate(arguments: argparse.Namespace, settings: Sequence[str]) -> Outcome:
+def _evaluate(arguments: Arguments, settings: Settings) -> Outcome:
     with users_mistakes():
         data, folder = data_of(arguments), Path(arguments.run)
         with importing_for(folder, settings, data, scores=True):
@@ -62,14 +63,12 @@ def _evaluate(arguments: argparse.Namespace, settings: Sequence[str]) -> Outcome
         print(evaluate.format_measured(measured, evaluate.baselines_of(folder, data)))
         file = evaluate.write_evaluation(run, measured, data)
         print(file, file=sys.stderr)
-        result = results.EvaluateResult(
-            run=arguments.run, data=data, metrics=measured.metrics, details=measured.details, file=str(file)
-        )
+        result = result_of(results.EvaluateResult, measured, run=arguments.run, data=data, file=str(file))
     end_process_group()
     return Outcome(result)
 
 
-def _predict(arguments: argparse.Namespace, settings: Sequence[str]) -> Outcome:
+def _predict(arguments: Arguments, settings: Settings) -> Outcome:
     with users_mistakes():
         from accel_train.inference.options import Options
 
@@ -87,12 +86,12 @@ def _predict(arguments: argparse.Namespace, settings: Sequence[str]) -> Outcome:
         for path in (written.table, draw):
             if path is not None and not is_written_into(path):
                 print(path)
-        result = results.PredictResult(
+        result = result_of(
+            results.PredictResult,
+            written,
             run=arguments.run,
             data=data,
             file=str(out),
-            rows=written.rows,
-            min_score=written.min_score,
             pictures=None if draw is None else str(draw),
         )
     end_process_group()
@@ -104,7 +103,7 @@ def _print_notes(run: "TrainedRun") -> None:
         print(note, file=sys.stderr)
 
 
-def _sampling_of(arguments: argparse.Namespace) -> dict[str, Any]:
+def _sampling_of(arguments: Arguments) -> dict[str, Any]:
     """Return the arguments of the sampling, checked before torch is imported."""
     from accel_train.inference.generate import check_generation
 
@@ -115,7 +114,7 @@ def _sampling_of(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 @users_mistakes()
-def _generate(arguments: argparse.Namespace, _: Sequence[str]) -> Outcome:
+def _generate(arguments: Arguments, _: Settings) -> Outcome:
     sampling = _sampling_of(arguments)
     with importing(arguments.run, GENERATES):
         from accel_train.inference.generate import generate_from_run
@@ -125,7 +124,7 @@ def _generate(arguments: argparse.Namespace, _: Sequence[str]) -> Outcome:
 
 
 @users_mistakes()
-def _chat(arguments: argparse.Namespace, _: Sequence[str]) -> Outcome:
+def _chat(arguments: Arguments, _: Settings) -> Outcome:
     sampling = _sampling_of(arguments)
     with importing(arguments.run, GENERATES):
         from accel_train.inference.generate import chat_with_run
@@ -144,7 +143,7 @@ def _typed() -> Iterator[str]:
 
 
 @users_mistakes()
-def _export(arguments: argparse.Namespace, _: Sequence[str]) -> Outcome:
+def _export(arguments: Arguments, _: Settings) -> Outcome:
     from accel_train.checkpoint.run_recipe import CONSENT
 
     given = {name: getattr(arguments, name) for name in CONSENT}
@@ -164,7 +163,7 @@ def _export(arguments: argparse.Namespace, _: Sequence[str]) -> Outcome:
 
 
 @users_mistakes()
-def _push(arguments: argparse.Namespace, _: Sequence[str]) -> Outcome:
+def _push(arguments: Arguments, _: Settings) -> Outcome:
     run = Path(arguments.run)
     with importing_for(run, ()):
         from accel_train.inference.push import format_push, push_run
@@ -177,7 +176,7 @@ def _push(arguments: argparse.Namespace, _: Sequence[str]) -> Outcome:
 
 
 @users_mistakes()
-def _report(arguments: argparse.Namespace, _: Sequence[str]) -> Outcome:
+def _report(arguments: Arguments, _: Settings) -> Outcome:
     from accel_train.report.report import write_report
 
     if arguments.follow:
@@ -195,7 +194,7 @@ def _report(arguments: argparse.Namespace, _: Sequence[str]) -> Outcome:
     return Outcome(results.ReportResult(file=str(written), runs=arguments.runs))
 
 
-def _follow(arguments: argparse.Namespace) -> Outcome:
+def _follow(arguments: Arguments) -> Outcome:
     from accel_train.report.follow import ReportServer
 
     if arguments.out is not None:
@@ -210,7 +209,7 @@ def _follow(arguments: argparse.Namespace) -> Outcome:
 
 
 @users_mistakes()
-def _watch(arguments: argparse.Namespace, _: Sequence[str]) -> Outcome:
+def _watch(arguments: Arguments, _: Settings) -> Outcome:
     from accel_train.report.watch import show_in_terminal, watch_run
 
     if arguments.json:
@@ -246,7 +245,7 @@ def _watched(folder: Path) -> results.WatchResult:
 
 
 @users_mistakes()
-def _replay(arguments: argparse.Namespace, settings: Sequence[str]) -> Outcome:
+def _replay(arguments: Arguments, settings: Settings) -> Outcome:
     with importing(arguments.incident):
         from accel_train.recovery.replay import format_replay, replay_incident
 
@@ -281,7 +280,7 @@ def _replay(arguments: argparse.Namespace, settings: Sequence[str]) -> Outcome:
     return Outcome(result)
 
 
-def _doctor(arguments: argparse.Namespace, _: Sequence[str]) -> Outcome:
+def _doctor(arguments: Arguments, _: Settings) -> Outcome:
     from accel_train.runtime.doctor import examine, format_findings
 
     with busy("looking at this machine: packages, GPUs, disks"):

@@ -1,14 +1,22 @@
 """The command `sweep`: train a recipe with several values of some settings."""
 
-import argparse
 import sys
-from collections.abc import Sequence
 
 from accel_train.cli import results
-from accel_train.cli.command import Command, Outcome, importing, say, users_mistakes, value, whole_number
+from accel_train.cli.command import (
+    Arguments,
+    Command,
+    Outcome,
+    Settings,
+    importing,
+    say,
+    users_mistakes,
+    value,
+    whole_number,
+)
 
 
-def _sweep(arguments: argparse.Namespace, settings: Sequence[str]) -> Outcome:
+def _sweep(arguments: Arguments, settings: Settings) -> Outcome:
     with users_mistakes():
         from accel_train.experiments.sweep.values import read_space
 

@@ -1,10 +1,8 @@
 """The commands that start from a recipe: `run`, `plan`, `prepare`, and `find-lr`."""
 
-import argparse
 import os
 import sys
 import time
-from collections.abc import Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -14,8 +12,10 @@ from accel_train.cli import results
 from accel_train.cli.command import (
     RECIPE,
     VERBOSE,
+    Arguments,
     Command,
     Outcome,
+    Settings,
     finite_number,
     flag,
     importing,
@@ -41,12 +41,12 @@ if TYPE_CHECKING:
     from accel_train.plan.plan import Plan
 
 
-def _run(arguments: argparse.Namespace, settings: Sequence[str]) -> Outcome:
+def _run(arguments: Arguments, settings: Settings) -> Outcome:
     accept = ("--checkpoint.accept_changes", "true") if arguments.accept_changes else ()
     return Outcome(run_recipe(arguments.recipe, [*settings, *accept], verbose=arguments.verbose))
 
 
-def run_recipe(path: str, settings: Sequence[str], *, verbose: bool, is_named: bool = False) -> results.RunResult:
+def run_recipe(path: str, settings: Settings, *, verbose: bool, is_named: bool = False) -> results.RunResult:
     """Train the recipe in a file, or resume it; return the result. The process ends after it.
 
     `is_named` says that the user has just read the name of the file.
@@ -83,7 +83,7 @@ def run_recipe(path: str, settings: Sequence[str], *, verbose: bool, is_named: b
 
 
 @users_mistakes()
-def _plan(arguments: argparse.Namespace, settings: Sequence[str]) -> Outcome:
+def _plan(arguments: Arguments, settings: Settings) -> Outcome:
     world_size, no_data = arguments.world_size, arguments.no_data
     if arguments.gpu is not None:
         known_gpu(arguments.gpu)
@@ -130,7 +130,7 @@ def _planned(plan: "Plan") -> results.PlanResult:
 
 
 @users_mistakes()
-def _prepare(arguments: argparse.Namespace, settings: Sequence[str]) -> Outcome:
+def _prepare(arguments: Arguments, settings: Settings) -> Outcome:
     since = time.monotonic()
     recipe = recipe_of(arguments, settings)
     with importing(arguments.recipe, recipe.task):
@@ -143,7 +143,7 @@ def _prepare(arguments: argparse.Namespace, settings: Sequence[str]) -> Outcome:
     return Outcome(results.PrepareResult(parts=prepared, seconds=seconds))
 
 
-def _find_lr(arguments: argparse.Namespace, settings: Sequence[str]) -> Outcome:
+def _find_lr(arguments: Arguments, settings: Settings) -> Outcome:
     with users_mistakes():
         recipe = recipe_of(arguments, settings)
         with importing(arguments.recipe, recipe.task):

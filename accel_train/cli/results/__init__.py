@@ -8,6 +8,9 @@ from typing import Any, Literal
 
 from typing_extensions import TypedDict
 
+Record = Mapping[str, Any]
+Strings = Sequence[str]
+
 Number = float | Literal["NaN", "Infinity", "-Infinity"]
 """A number. JSON lacks three floats, so their names replace them, as in metrics.jsonl."""
 
@@ -17,7 +20,7 @@ class RunResult(TypedDict):
 
     output_dir: str
     """Run folder."""
-    summary: Mapping[str, Any]
+    summary: Record
     """Contents of the folder's summary.json."""
 
 
@@ -32,7 +35,7 @@ class FinetuneResult(TypedDict):
     """Task that was found."""
     description: str
     """Description of the data: path, sizes, columns."""
-    notes: Sequence[str]
+    notes: Strings
     """Sentences about how the data are read."""
     choices: Mapping[str, str]
     """Settings by dotted name, each with the reason for its value."""
@@ -84,9 +87,9 @@ class PlanResult(TypedDict):
     """Seconds for all steps, from that model or from the FLOPs."""
     choices: Mapping[str, str]
     """Choices for the model, each with its reason."""
-    settings: Mapping[str, Any]
+    settings: Record
     """Every setting by dotted name."""
-    notes: Sequence[str]
+    notes: Strings
 
 
 class FindingOfData(TypedDict):
@@ -97,7 +100,7 @@ class FindingOfData(TypedDict):
     count: int
     total: int
     """Samples, steps, classes, or positions among which it was counted."""
-    examples: Sequence[str]
+    examples: Strings
     """Files and rows of the first ones."""
     stops: bool
     """Whether a batch would teach nothing. The exit code is then 2."""
@@ -117,7 +120,7 @@ class DataResult(TypedDict):
     """Training samples by file. Empty for one file."""
     lengths: Sequence[int]
     """Histogram of the tokens of a training sample, in equal parts from the shortest to the longest."""
-    notes: Sequence[str]
+    notes: Strings
     file: str
     """HTML page with the same, and with decoded samples and images."""
 
@@ -160,7 +163,7 @@ class FindLrResult(TypedDict):
     reason: str
     diverged: bool
     steps: Sequence[RateOfTest]
-    files: Sequence[str]
+    files: Strings
     """Files with the same data, as JSON and as a picture."""
 
 
@@ -200,7 +203,7 @@ class RehearseResult(TypedDict):
     compared: Sequence[ComparisonOfRuns]
     equality: EqualityResult | None
     """Comparison of the layout with one process. Null for `verify --resume-proof`."""
-    changed_settings: Mapping[str, Any]
+    changed_settings: Record
     """Settings that differ from the recipe."""
     startup_seconds: Sequence[Number]
     """Seconds of each launch's startup."""
@@ -216,7 +219,7 @@ class CheckpointOfRun(TypedDict):
     step: int
     problem: str | None
     """Problem of the checkpoint. Null if every digest is right."""
-    changed: Sequence[str]
+    changed: Strings
     """Files that changed after the save and that a resume does not need (config, tokenizer)."""
     healthy: bool
     """Whether a rollback would use the checkpoint."""
@@ -250,9 +253,9 @@ class SweepResult(TypedDict):
     """`sweep`: the runs and their comparison."""
 
     output_dir: str
-    runs: Sequence[Mapping[str, Any]]
+    runs: Sequence[Record]
     """Runs as in sweep.json: `name`, `settings`, `status`, `exit_code`, `seconds`, `metric`, `value`."""
-    combinations: Sequence[Mapping[str, Any]]
+    combinations: Sequence[Record]
     """Combinations, best first, each over all its seeds: `combination`, `metric`, `mean`, `spread`, `values`, `runs`.
     """
     report: str | None
@@ -265,7 +268,7 @@ class EvaluateResult(TypedDict):
     data: str | None
     """Data to evaluate on. Null for the data that the run held out."""
     metrics: Mapping[str, Number | int]
-    details: Mapping[str, Any]
+    details: Record
     """Details that depend on the task: metrics by class, confusion matrix, ..."""
     file: str
     """File that holds the metrics."""
@@ -291,7 +294,7 @@ class ExportResult(TypedDict):
     folder: str
     quantize: str | None
     onnx: bool
-    details: Mapping[str, Any]
+    details: Record
     """Contents of the folder's export.json: sizes and files left out; for int8 and ONNX, metrics and speed before and
     after; for ONNX, the inputs, the outputs, and the largest difference of each. For both, `onnx` is the fp32 graph.
     """
@@ -308,9 +311,9 @@ class PushResult(TypedDict):
     """Address of the commit. Null for a dry run."""
     files: Mapping[str, int]
     """Sizes in bytes by path in the repository."""
-    left_out: Sequence[str]
+    left_out: Strings
     """Files of model/ that are not sent: pickles, hidden files, and code that the model does not name."""
-    kept: Sequence[str]
+    kept: Strings
     """Files that the repository has from before, and this model does not have."""
     card: str
     """README.md of the repository."""
@@ -335,7 +338,7 @@ class ReportResult(TypedDict):
     """`report`: the page that was written."""
 
     file: str
-    runs: Sequence[str]
+    runs: Strings
 
 
 class WatchResult(TypedDict):
@@ -351,11 +354,11 @@ class WatchResult(TypedDict):
     step: int
     total_steps: int | None
     seconds_left: Number | None
-    metrics: Mapping[str, Any]
+    metrics: Record
     """Last training line of metrics.jsonl."""
-    evaluation: Mapping[str, Any]
+    evaluation: Record
     """Last evaluation."""
-    events: Sequence[Mapping[str, Any]]
+    events: Sequence[Record]
     """Last five events."""
 
 
@@ -367,7 +370,7 @@ class ReplayedMicroBatch(TypedDict):
     happens_again: bool
     loss_sum: Number
     gradient_norm: Number
-    not_finite: Sequence[str]
+    not_finite: Strings
     """Parameters whose gradients are not finite."""
     first_module: str | None
     """First module whose output is not finite although its inputs are; empty for the model."""
@@ -387,7 +390,7 @@ class ReplayResult(TypedDict):
     weights: str
     """Source of the weights."""
     micro_batches: Sequence[ReplayedMicroBatch]
-    verdict: Sequence[str]
+    verdict: Strings
     """Sentence with the verdict, and a remedy."""
 
 
@@ -441,7 +444,7 @@ class ExplainedSetting(TypedDict):
     """Default as a recipe writes it. Null for a required setting and for a section."""
     meaning: str
     example: Any
-    tasks: Sequence[str]
+    tasks: Strings
     """Tasks that the setting belongs to. Empty if it does not depend on the task."""
 
 

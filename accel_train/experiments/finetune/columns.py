@@ -212,9 +212,14 @@ class Table:
         return (*self.columns, *self.partial)
 
     @property
+    def each(self) -> list[Column]:
+        """Return the columns."""
+        return list(self.columns.values())
+
+    @property
     def strings(self) -> list[Column]:
         """Return the columns of strings."""
-        return [column for column in self.columns.values() if column.is_strings]
+        return [column for column in self.each if column.is_strings]
 
 
 def objects(cell: object) -> list[Mapping[str, Any]]:

@@ -34,7 +34,7 @@ from accel_train.data.images.tables import find_images
 from accel_train.data.parts import Part, are_parts, part_of, pick
 from accel_train.experiments.finetune.columns import Column, Table, read_table
 from accel_train.experiments.finetune.recipe import Asked, Found, places_of, refuse_columns
-from accel_train.experiments.finetune.tree import Tree
+from accel_train.experiments.finetune.tree import Paths, Tree
 from accel_train.experiments.finetune.values.labels import recognise_label
 
 _NUM_LOOKED_AT = 200
@@ -60,7 +60,7 @@ def _in_classes(folder: Path, names: Sequence[str]) -> tuple[Path, list[str]]:
     return root, [name.removeprefix(begin) for name in names if name.startswith(begin)]
 
 
-def recognise_classes(asked: Asked, folder: Path, tables: Sequence[Path]) -> Found:
+def recognise_classes(asked: Asked, folder: Path, tables: Paths) -> Found:
     """Return the classes of a folder with CLASS/*.jpg or train/CLASS/*.jpg. `tables` in it do not name the images.
 
     Raises:
@@ -115,7 +115,7 @@ def recognise_classes(asked: Asked, folder: Path, tables: Sequence[Path]) -> Fou
     )
 
 
-def _tables_there(tables: Sequence[Path]) -> str:
+def _tables_there(tables: Paths) -> str:
     """Return a hint about tables next to the images."""
     if not tables:
         return ""
@@ -123,7 +123,7 @@ def _tables_there(tables: Sequence[Path]) -> str:
     return f". No column of {names} names these images. A table needs a column of file names relative to the table"
 
 
-def not_used(root: Path, used: Sequence[Path], num_others: int = 0) -> tuple[str, ...]:
+def not_used(root: Path, used: Paths, num_others: int = 0) -> tuple[str, ...]:
     """Return the unused files and folders of `root`. `num_others` lie in used folders."""
     left = [
         entry.name + "/" * entry.is_dir()
@@ -148,9 +148,8 @@ def find_pairs(name: str) -> Pairs | None:
     folder = Path(name).expanduser()
     lists = [folder / "ImageSets" / "Segmentation" / f"{side}.txt" for side in ("train", "val")]
     if (folder / "JPEGImages").is_dir() and all(path.is_file() for path in lists):
-        return Pairs(
-            str(lists[0]), str(lists[1]), "JPEGImages/ and SegmentationClass/ hold images and masks, as in VOC"
-        )
+        why = "JPEGImages/ and SegmentationClass/ hold images and masks, as in VOC"
+        return Pairs(str(lists[0]), str(lists[1]), why)
     if len(below := pairs_below(folder)) > 1:
         train_pair, held_pair = (
             [pair for pair in below if part_of(pair[0].name) == part] for part in ("train", "eval")
@@ -292,7 +291,7 @@ def image_column(table: Table) -> tuple[Column, Sequence[Any]] | None:
     Raises:
         ValueError: several columns name images, or the named files do not exist.
     """
-    others = [column for column in table.columns.values() if medium_of(column.cells) is None]
+    others = [column for column in table.each if medium_of(column.cells) is None]
     columns = [column for column in others if column.is_image]
     if len(columns) > 1:
         raise ValueError(
@@ -311,8 +310,8 @@ def recognise_images(asked: Asked, table: Table) -> Found | None:
     """Return the facts of a table with a column of images and a column of labels, or None without images."""
     if asked.text or not asked.allows("image-classification"):
         return None
-    media = [(column, kind) for column in table.columns.values() if (kind := medium_of(column.cells)) is not None]
-    if media and not any(column.is_text for column in table.columns.values()):
+    media = [(column, kind) for column in table.each if (kind := medium_of(column.cells)) is not None]
+    if media and not any(column.is_text for column in table.each):
         column, kind = media[0]
         raise ValueError(
             f"{table.path}: column {column.name!r} names {kind} files, and {NO_TASK.format(kind)}. For a column of "
@@ -367,7 +366,7 @@ def _not_used(table: Table, cells: Sequence[Any], *used: str) -> tuple[str, ...]
     return (*said, *left[:6])
 
 
-def refuse_other_classes(asked: Asked, folder: Path, images: Sequence[str], tables: Sequence[Path]) -> None:
+def refuse_other_classes(asked: Asked, folder: Path, images: Sequence[str], tables: Paths) -> None:
     """Check that a table of most images has a column with the folders as classes.
 
     Raises:
@@ -381,13 +380,13 @@ def refuse_other_classes(asked: Asked, folder: Path, images: Sequence[str], tabl
         except ValueError:
             # The table holds other data.
             continue
-        for column in table.columns.values():
+        for column in table.each:
             names = [Path(str(cell)) for cell in column.cells]
             found = [(row, class_of[name.stem]) for row, name in enumerate(names) if name.stem in class_of]
             if 2 * len(found) <= len(images) or all(each in names[row].parts[:-1] for row, each in found):
                 continue
             classes = sorted({each for _, each in found})
-            pairs = [{(each, str(other.cells[row])) for row, each in found} for other in table.columns.values()]
+            pairs = [{(each, str(other.cells[row])) for row, each in found} for other in table.each]
             if not any(len(pair) == len(classes) == len({value for _, value in pair}) for pair in pairs):
                 raise ValueError(
                     f"{path}: column {column.name!r} names images in {folder / classes[0]}/ and "

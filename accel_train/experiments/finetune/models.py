@@ -26,11 +26,14 @@ from accel_train.experiments.finetune.recipe import Found
 from accel_train.recipe.loader import Recipe, load_recipe, make_recipe, shipped_recipes
 from accel_train.recipe.tasks import TASKS
 
+Start = Pretrained | None
+"""What a training starts from: pretrained weights, or None for a small model from scratch."""
+
 LONGEST = 1024
 """Maximum length of a pretrained language model's windows, in tokens."""
 
 
-def choose(found: Found, pretrained: Pretrained | None) -> Choices:
+def choose(found: Found, pretrained: Start) -> Choices:
     """Return model, optimizer, schedule, and evaluation settings for the data, each with its reason."""
     by_task = {
         "text-classification": text_classifier,
@@ -68,7 +71,7 @@ def _config_of(task: str, **changes: Any) -> JsonRecord:
 
 def _trained(
     found: Found,
-    pretrained: Pretrained | None,
+    pretrained: Start,
     batch: int,
     metric: Choice[str] | None = None,
     rate: Choice[float] | None = None,
@@ -166,7 +169,7 @@ TOOLS_TEMPLATE = "{% if tools %}{{ '<tools>\\n' + tools | tojson + '\\n' }}{% en
 """The same with tools before the chat, and calls of tools as JSON."""
 
 
-def text_classifier(found: Found, pretrained: Pretrained | None) -> Choices:
+def text_classifier(found: Found, pretrained: Start) -> Choices:
     batch = batch_for(found)
     common: Choices = {"data.group_by_length": Choice(True, "less padding")}
     if pretrained is not None:
@@ -217,7 +220,7 @@ def text_classifier(found: Found, pretrained: Pretrained | None) -> Choices:
     return chosen | ({"loss.label_smoothing": Choice(0.1)} if found.has_one_label else {})
 
 
-def language_model(found: Found, pretrained: Pretrained | None) -> Choices:
+def language_model(found: Found, pretrained: Start) -> Choices:
     has_rows = "data.format" in found.settings
     chosen: Choices = {}
     if found.is_chat and (pretrained is None or not pretrained.has_chat_template):
@@ -289,7 +292,7 @@ def _row_length(found: Found, room: int) -> int:
     return min(room, max(64, -(-int(wanted) // 64) * 64))
 
 
-def image_classifier(found: Found, pretrained: Pretrained | None) -> Choices:
+def image_classifier(found: Found, pretrained: Start) -> Choices:
     batch = batch_for(found)
     flip = Choice(0.0, "gray images may be characters, which a mirror changes") if found.is_gray else Choice(0.5)
     chosen: Choices = {"data.augment.horizontal_flip": flip, "loss.label_smoothing": Choice(0.1)}
@@ -310,7 +313,7 @@ def image_classifier(found: Found, pretrained: Pretrained | None) -> Choices:
     }
 
 
-def _room(pretrained: Pretrained | None, most: int) -> int:
+def _room(pretrained: Start, most: int) -> int:
     """Return the tokens of the longest text that a model can read, up to `most`."""
     return most if pretrained is None else min(most, pretrained.num_positions or most)
 
@@ -352,7 +355,7 @@ def _pretrained_sizes(found: Found, own: Choice[int]) -> Choices:
     }
 
 
-def segmenter(found: Found, pretrained: Pretrained | None) -> Choices:
+def segmenter(found: Found, pretrained: Start) -> Choices:
     batch = 8 if found.num_samples < 200 else 16
     metric = Choice("mean_iou", "every class counts equally, even with few pixels")
     trained = _trained(found, pretrained, batch, metric)
@@ -366,7 +369,7 @@ def segmenter(found: Found, pretrained: Pretrained | None) -> Choices:
     }
 
 
-def detector(found: Found, pretrained: Pretrained | None) -> Choices:
+def detector(found: Found, pretrained: Start) -> Choices:
     batch = 8 if found.num_samples < 500 else 16
     metric = Choice("map", "mean average precision, as COCO defines it")
     rate = Choice(1e-3, "usual for small models from scratch")
@@ -385,19 +388,19 @@ def detector(found: Found, pretrained: Pretrained | None) -> Choices:
     }
 
 
-def tagger(found: Found, pretrained: Pretrained | None) -> Choices:
+def tagger(found: Found, pretrained: Start) -> Choices:
     from accel_train.metrics.entities import entity_tags  # imports torch
 
     is_entities = entity_tags(tuple(found.counts)) is not None
     return _small_model(found, pretrained, 512, Choice("f1", "of whole entities") if is_entities else None)
 
 
-def answerer(found: Found, pretrained: Pretrained | None) -> Choices:
+def answerer(found: Found, pretrained: Start) -> Choices:
     room = _room(pretrained, 256 if pretrained is None else 384)
     return _small_model(found, pretrained, room, Choice("f1", "of the words of an answer"))
 
 
-def translator(found: Found, pretrained: Pretrained | None) -> Choices:
+def translator(found: Found, pretrained: Start) -> Choices:
     metric, number = Choice("chrf", "the characters that generated texts share with targets"), Choice(100)
     if missing_packages(TASKS["seq2seq"].packages):
         why = "scores of generated texts need pip install 'accel-train[seq2seq]'"
@@ -411,7 +414,7 @@ def translator(found: Found, pretrained: Pretrained | None) -> Choices:
     }
 
 
-def _small_model(found: Found, pretrained: Pretrained | None, room: int, metric: Choice[str] | None) -> Choices:
+def _small_model(found: Found, pretrained: Start, room: int, metric: Choice[str] | None) -> Choices:
     """Return the settings of the task's recipe, fitted to the data. `room` is the most tokens of a text."""
     common: Choices = {
         "data.max_length": Choice(_row_length(found, room), "tokens"),
@@ -446,7 +449,7 @@ def _from_scratch(
     }
 
 
-def embedder(found: Found, pretrained: Pretrained | None) -> Choices:
+def embedder(found: Found, pretrained: Start) -> Choices:
     has_scores = "data.score_column" in found.settings
     metric = Choice("spearman", "the order of the similarities") if has_scores else Choice("mrr_at_10")
     length = _row_length(found, _room(pretrained, 256))

@@ -24,6 +24,9 @@ from accel_train.recipe.loader import Recipe, load_recipe, make_recipe
 from accel_train.recipe.tasks import ANY_TASK, TASKS
 from accel_train.recipe.yaml_core import one_line
 
+Names = tuple[str, ...]
+"""Names of columns or files."""
+
 
 @dataclass(frozen=True)
 class Asked:
@@ -33,9 +36,9 @@ class Asked:
     data: Any
     """Section `data` of `ANY_TASK`, with the settings of the command line. The path is `data.train`."""
     task: str | None = None
-    text: tuple[str, ...] = ()
+    text: Names = ()
     """Name of the text column, or of two columns that are read as a pair."""
-    label: tuple[str, ...] = ()
+    label: Names = ()
     """Name of the label column, or of several columns of 0 and 1."""
     problem_type: str = "auto"
     """Setting `model.problem_type`. Default: auto."""
@@ -47,7 +50,7 @@ class Asked:
         return Path(self.path).expanduser()
 
     @property
-    def flags(self) -> dict[str, tuple[str, ...]]:
+    def flags(self) -> dict[str, Names]:
         """Return the columns that the flags name, by flag."""
         return {"--text": self.text, "--label": self.label}
 
@@ -108,17 +111,19 @@ class Found:
     is_chat: bool = False
     eval_fraction: float | None = None
     """Held-out share from the command line, or 0 with named evaluation data. None: finetune chooses it."""
-    read: tuple[str, ...] = ()
+    read: Names = ()
     """Columns that are read without a setting that names them."""
-    unused: tuple[str, ...] | None = None
+    unused: Names | None = None
     """Columns and files that are not read. None if unknown."""
     test: str | None = None
     """File or folder of test data. Training does not use it."""
     test_has_labels: bool = True
-    notes: tuple[str, ...] = ()
+    notes: Names = ()
     """Sentences about how the data are read."""
 
 
+Answer = Found | str
+"""The recognized data, or why they do not have a form."""
 MOST_LISTED = 5
 
 

@@ -25,7 +25,7 @@ from accel_train.experiments.finetune.images import (
     recognise_masks,
     refuse_other_classes,
 )
-from accel_train.experiments.finetune.recipe import MOST_LISTED, Asked, Found, listed
+from accel_train.experiments.finetune.recipe import MOST_LISTED, Answer, Asked, Found, listed
 from accel_train.experiments.finetune.tables import columns_in, recognise_table
 from accel_train.experiments.finetune.texts import (
     recognise_class_folders,
@@ -45,7 +45,7 @@ class Form(NamedTuple):
     name: str
     tasks: tuple[str, ...]
     """Tasks that it is read for."""
-    find: Callable[[Asked, Tree], Found | str]
+    find: Callable[[Asked, Tree], Answer]
     """Return the data in this form, or why they do not have it."""
 
 
@@ -105,7 +105,7 @@ def _about_file(path: Path) -> str:
     )
 
 
-def _saved(asked: Asked, tree: Tree) -> Found | str:
+def _saved(asked: Asked, tree: Tree) -> Answer:
     if not tree.is_folder or not is_saved_dataset(tree.path):
         return "no state.json or dataset_dict.json"
     if not isinstance(boxes := recognise_boxes(asked, tree), str):
@@ -116,7 +116,7 @@ def _saved(asked: Asked, tree: Tree) -> Found | str:
     return replace(found, unused=(*(found.unused or ()), *((f"split {test}",) if test else ())))
 
 
-def _images(asked: Asked, tree: Tree) -> Found | str:
+def _images(asked: Asked, tree: Tree) -> Answer:
     if asked.task in ("causal-lm", "text-classification") or not tree.images:
         return "no images"
     tables = tree.of_kind(*TABLES)
@@ -130,7 +130,7 @@ def _images(asked: Asked, tree: Tree) -> Found | str:
     return recognise_classes(asked, tree.path, tables)
 
 
-def _table(asked: Asked, tree: Tree) -> Found | str:
+def _table(asked: Asked, tree: Tree) -> Answer:
     tables = tree.of_kind(*TABLES)
     if not tables and not tree.of_kind("text", "conll"):
         tables = [
@@ -143,7 +143,7 @@ def _table(asked: Asked, tree: Tree) -> Found | str:
     return recognise_table(asked, *tree.chosen(tables))
 
 
-def _tags(asked: Asked, tree: Tree) -> Found | str:
+def _tags(asked: Asked, tree: Tree) -> Answer:
     texts = tree.of_kind("text")
     is_few = len(texts) <= MOST_TAGGED or not tree.is_folder
     is_asked, is_free = asked.task == "token-classification", asked.task is None and "data.lines" not in asked.given
@@ -155,7 +155,7 @@ def _tags(asked: Asked, tree: Tree) -> Found | str:
     return recognise_annotated(asked, "token-classification", *tree.chosen(tagged))
 
 
-def _questions(asked: Asked, tree: Tree) -> Found | str:
+def _questions(asked: Asked, tree: Tree) -> Answer:
     texts = {path: read_text(path, asked.data) for path in tree.of_kind("json")}
     # The form of SQuAD.
     files = [

@@ -141,7 +141,7 @@ def _check_flags(asked: Asked, table: Table) -> None:
 
 def _chats(asked: Asked, table: Table) -> Found | None:
     """Return the facts of a table with a column of chats, or None."""
-    chats = [column for column in table.columns.values() if column.is_chat]
+    chats = [column for column in table.each if column.is_chat]
     pair = None if chats else _pair_of(asked, table)
     refuse_bad_answers(asked, table, {"messages_column": chats[0].name} if chats else _named(*pair) if pair else {})
     if not chats or asked.label or not asked.allows("causal-lm"):
@@ -352,13 +352,13 @@ _NO_TABLES = (
 
 
 def _text_of(asked: Asked, table: Table, labels: Sequence[str]) -> tuple[list[Column], str]:
-    named = [table[name] for name in asked.text] or list(table.columns.values())
+    named = [table[name] for name in asked.text] or table.each
     if all(column.is_numbers or column.is_dates for column in named):
         columns = "the columns of --text" if asked.text else "all columns"
         raise ValueError(f"{table.path}: {columns} hold numbers or dates, and {_NO_TABLES}")
     if asked.text:
         return [table[name] for name in asked.text], "from --text"
-    others = [column for column in table.columns.values() if column.name not in labels and not column.is_dates]
+    others = [column for column in table.each if column.name not in labels and not column.is_dates]
     if "text" in table and table["text"].is_strings:
         ignored = [column.name for column in others if column.is_text and column.name != "text"]
         also = f"; {', '.join(ignored)} is not read (for both: --text text,{ignored[0]})" if ignored else ""
@@ -392,7 +392,7 @@ def _text_of(asked: Asked, table: Table, labels: Sequence[str]) -> tuple[list[Co
         )
     if len(strings) == 1 and not strings[0].may_be_labels:
         return strings, "the only column of strings"
-    num_numbers = sum(column.is_numbers or column.is_dates for column in table.columns.values())
+    num_numbers = sum(column.is_numbers or column.is_dates for column in table.each)
     num_classes = sum(column.may_be_labels for column in strings)
     if 2 * num_numbers > len(table.columns) or (num_numbers and num_numbers + num_classes == len(table.columns)):
         raise ValueError(
@@ -404,7 +404,7 @@ def _text_of(asked: Asked, table: Table, labels: Sequence[str]) -> tuple[list[Co
 
 def _refuse_features(table: Table, text: Column, labels: Sequence[str]) -> None:
     """Raise ValueError if the only text column holds names, and the other columns describe the named (Titanic)."""
-    others = [column for column in table.columns.values() if column.name not in (text.name, *labels)]
+    others = [column for column in table.each if column.name not in (text.name, *labels)]
     features = [column.name for column in others if column.is_numbers or column.may_be_labels]
     if text.is_names and len(features) > _MOST_FEATURES:
         more = f"{{{text.name}}}, {{{features[-1]}}}"

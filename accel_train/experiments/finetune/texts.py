@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import islice, pairwise, permutations
 from pathlib import Path
@@ -22,8 +22,17 @@ from accel_train.data.sources import file_kind, resolve_sources
 from accel_train.data.tables import read_rows
 from accel_train.data.text.documents import read_documents
 from accel_train.experiments.finetune.columns import readings, source_of, table_of, with_settings
-from accel_train.experiments.finetune.recipe import Asked, Converted, Found, lengths, listed, places_of, refuse_columns
-from accel_train.experiments.finetune.tree import Tree
+from accel_train.experiments.finetune.recipe import (
+    Answer,
+    Asked,
+    Converted,
+    Found,
+    lengths,
+    listed,
+    places_of,
+    refuse_columns,
+)
+from accel_train.experiments.finetune.tree import Paths, Tree
 from accel_train.experiments.finetune.values.labels import recognise_label
 from accel_train.recipe.data import Data
 
@@ -83,7 +92,7 @@ def classes_by_suffix(asked: Asked, tree: Tree) -> Converted | None:
     return Converted({f"{name}.txt": file.read_bytes() for name, file in files.items()}) if is_safe else None
 
 
-def recognise_class_folders(asked: Asked, tree: Tree) -> Found | str:
+def recognise_class_folders(asked: Asked, tree: Tree) -> Answer:
     """Return the classes of a folder with CLASS/*.txt or train/CLASS/*.txt. The recipe reads the files in place.
 
     Raises:
@@ -116,7 +125,7 @@ def recognise_class_folders(asked: Asked, tree: Tree) -> Found | str:
     return _labelled(asked, settings, why, "text", f" in {format_count(len(named), 'class folder')} of {root}")
 
 
-def _is_file_per_class(asked: Asked, folder: Path, texts: Sequence[Path]) -> bool:
+def _is_file_per_class(asked: Asked, folder: Path, texts: Paths) -> bool:
     """Return whether files lie side by side and hold many lines without gaps, and no name is a number or a part."""
     if len(texts) < 2 or any(path.parent != folder for path in texts) or asked.task == "causal-lm":
         return False
@@ -143,7 +152,7 @@ def _has_a_text_per_line(path: Path, asked: Asked) -> bool:
     return path.suffix.lower() == ".txt" and len(lines) >= _LINES_OF_A_CLASS and all(lines) and is_short
 
 
-def recognise_files_of_classes(asked: Asked, tree: Tree) -> Found | str:
+def recognise_files_of_classes(asked: Asked, tree: Tree) -> Answer:
     """Return the classes of a folder with a file for each class and a text on each line.
 
     Raises:
@@ -184,7 +193,7 @@ def _labelled(asked: Asked, settings: Choices, why: str, unit: str, where: str) 
     )
 
 
-def _training_texts(asked: Asked, tree: Tree) -> tuple[Sequence[Path], Choices]:
+def _training_texts(asked: Asked, tree: Tree) -> tuple[Paths, Choices]:
     """Return the texts to train on, and settings that name them and those to evaluate on.
 
     Files and folders named train, val, and test are told apart. Without them, there are no settings.
@@ -197,7 +206,7 @@ def _training_texts(asked: Asked, tree: Tree) -> tuple[Sequence[Path], Choices]:
     held_out = [path for path in texts if tops[path][1] == "eval"]
     train = [path for path in texts if tops[path][1] in ("train", None)]
 
-    def names(paths: Sequence[Path]) -> str | list[str]:
+    def names(paths: Paths) -> str | list[str]:
         top = sorted({str(folder / tops[path][0]) for path in paths})
         return top if len(top) > 1 else top[0]
 
@@ -207,7 +216,7 @@ def _training_texts(asked: Asked, tree: Tree) -> tuple[Sequence[Path], Choices]:
     return train, settings
 
 
-def find_label_lines(asked: Asked, files: Sequence[Path], *, are_parts: bool) -> Choice[str] | None:
+def find_label_lines(asked: Asked, files: Paths, *, are_parts: bool) -> Choice[str] | None:
     """Return the setting `data.lines` of files with a label on each line, or None for other text.
 
     Raises:
@@ -233,7 +242,7 @@ def find_label_lines(asked: Asked, files: Sequence[Path], *, are_parts: bool) ->
     return Choice("label_text", f"each line begins with one of {len(words)} words, the labels")
 
 
-def _are_fasttext(files: Sequence[Path], data: Data) -> bool:
+def _are_fasttext(files: Paths, data: Data) -> bool:
     firsts = (next((line for line, _ in read_lines(file, data) if line.strip()), "") for file in files)
     return all(first.startswith(FASTTEXT_PREFIX) for first in firsts)
 
@@ -241,7 +250,7 @@ def _are_fasttext(files: Sequence[Path], data: Data) -> bool:
 _LABEL_FIRST = ("fasttext", "fasttext_multi", "label_text")
 
 
-def _first_words(files: Sequence[Path], data: Data) -> Counter[str] | None:
+def _first_words(files: Paths, data: Data) -> Counter[str] | None:
     """Return the first words of the lines if they are few and repeat in each file, as labels do, or None."""
     found = Counter[str]()
     for file in files:
@@ -254,12 +263,12 @@ def _first_words(files: Sequence[Path], data: Data) -> Counter[str] | None:
     return found
 
 
-def _readings(asked: Asked, files: Sequence[Path]) -> Choices:
+def _readings(asked: Asked, files: Paths) -> Choices:
     """Return the encoding of one file. The encoding of several is a decision of the user."""
     return readings(files[0], asked) if len(files) == 1 else {}
 
 
-def recognise_lines(asked: Asked, tree: Tree) -> Found | str:
+def recognise_lines(asked: Asked, tree: Tree) -> Answer:
     """Return the facts of files with a label and a text on each line."""
     files, parts = _training_texts(asked, tree)
     lines = find_label_lines(asked, files, are_parts=bool(parts)) if files else None
@@ -269,7 +278,7 @@ def recognise_lines(asked: Asked, tree: Tree) -> Found | str:
     return _labelled(asked, settings, "each line is a label and a text", "line", ", each with a label and a text")
 
 
-def recognise_text(asked: Asked, tree: Tree) -> Found | str:
+def recognise_text(asked: Asked, tree: Tree) -> Answer:
     """Return the facts of plain text for a language model.
 
     Raises:
@@ -307,7 +316,7 @@ def recognise_text(asked: Asked, tree: Tree) -> Found | str:
     )
 
 
-def _refuse_other_data(asked: Asked, files: Sequence[Path], others: Sequence[Path]) -> None:
+def _refuse_other_data(asked: Asked, files: Paths, others: Paths) -> None:
     """Raise ValueError for text that is a table, mark-up, or boxes, and for a small part of all text in the folder."""
     texts = [path for path in files if len(files) == 1 or path.suffix.lower() == ".txt"]
     between = {table_delimiter(path, asked.data) for path in texts[:_FILES_LOOKED_AT]} if texts == [*files] else set()

@@ -14,6 +14,7 @@ from accel_train.data.sources import FileKind, file_kind, is_about_data
 from accel_train.experiments.finetune.columns import files_at
 from accel_train.experiments.finetune.values.parts import parts_of_card
 
+Paths = Sequence[Path]
 TABLES: tuple[FileKind, ...] = ("csv", "jsonl", "parquet")
 MOST_TAGGED = 20
 """Number of files up to which each is tried as words with tags, or as an export of an annotation tool."""
@@ -36,7 +37,7 @@ class Tree:
         return self.path if self.is_folder else self.path.parent
 
     @cached_property
-    def listed(self) -> Sequence[Path]:
+    def listed(self) -> Paths:
         """Return all files, without hidden ones."""
         return [each for each in files_below(self.path) if each.is_file()] if self.is_folder else files_at(self.path)
 
@@ -60,7 +61,7 @@ class Tree:
     def of_kind(self, *kinds: FileKind) -> list[Path]:
         return [path for path in self.files if file_kind(path) in kinds]
 
-    def chosen(self, tables: Sequence[Path]) -> tuple[Path, Path | None]:
+    def chosen(self, tables: Paths) -> tuple[Path, Path | None]:
         """Return the table to train on, and the table to evaluate on if a name or the README.md shows one.
 
         Raises:

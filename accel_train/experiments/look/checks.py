@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from accel_train.data.labels import class_doubts
-from accel_train.experiments.look.units import Unit, near_pairs
+from accel_train.experiments.look.units import Unit, Units, near_pairs
 from accel_train.training.output import FEW_HELD_OUT
 
 KINDS = {
@@ -104,7 +104,7 @@ class Step(NamedTuple):
     positions: int
 
 
-def find(train: Sequence[Unit], held: Sequence[Unit], names: Sequence[str], steps: Sequence[Step]) -> list[Finding]:
+def find(train: Units, held: Units, names: Sequence[str], steps: Sequence[Step]) -> list[Finding]:
     """Return the findings about training samples, evaluation samples, and steps, the most harmful first."""
     found = chain(
         _of_samples([*train, *held]),
@@ -117,16 +117,16 @@ def find(train: Sequence[Unit], held: Sequence[Unit], names: Sequence[str], step
     return sorted(kept, key=lambda each: [*KINDS].index(each.kind))
 
 
-def _finding(kind: str, units: Sequence[Unit], total: int) -> Finding:
+def _finding(kind: str, units: Units, total: int) -> Finding:
     return Finding(kind, len(units), total, tuple(f"{unit.where}: {unit.beginning}" for unit in units[:_MOST_EXAMPLES]))
 
 
-def _of_samples(units: Sequence[Unit]) -> Iterator[Finding]:
+def _of_samples(units: Units) -> Iterator[Finding]:
     for kind in {kind for unit in units for kind in unit.problems}:
         yield _finding(kind, [unit for unit in units if kind in unit.problems], len(units))
 
 
-def _repeated(train: Sequence[Unit], held: Sequence[Unit]) -> Iterator[Finding]:
+def _repeated(train: Units, held: Units) -> Iterator[Finding]:
     first: dict[int, Unit] = {}
     copies = [(unit, before) for unit in train if (before := first.setdefault(unit.digest, unit)) is not unit]
     yield _finding("contradiction", [unit for unit, before in copies if unit.label != before.label], len(train))
@@ -141,7 +141,7 @@ def _repeated(train: Sequence[Unit], held: Sequence[Unit]) -> Iterator[Finding]:
     yield _finding("near_leak", [both[number] for number in leaks], len(held))
 
 
-def _of_classes(train: Sequence[Unit], held: Sequence[Unit], names: Sequence[str]) -> Iterator[Finding]:
+def _of_classes(train: Units, held: Units, names: Sequence[str]) -> Iterator[Finding]:
     counts, others = (Counter(chain.from_iterable(unit.classes for unit in side)) for side in (train, held))
     missing = [name for number, name in enumerate(names) if not counts[number]]
     # A sentence need not have every tag.
@@ -166,7 +166,7 @@ def _of_steps(steps: Sequence[Step]) -> Iterator[Finding]:
     yield Finding("padding", sum(step.padding for step in steps), sum(step.positions for step in steps))
 
 
-def _swapped(train: Sequence[Unit]) -> Iterator[Unit]:
+def _swapped(train: Units) -> Iterator[Unit]:
     """Yield the samples of two classes of a file that the words of the other files exchange.
 
     The other files are the data of a naive Bayes classifier, which must mostly take both classes for each other.

@@ -19,7 +19,7 @@ from accel_train.data.order import DataOrder
 from accel_train.data.samples import Drawn, SeededReads, fetch
 from accel_train.engine.resolve import check_recipe, resolve_run
 from accel_train.experiments.look.checks import MOST_FILES, Finding, Step, find
-from accel_train.experiments.look.units import MOST_IMAGES, MOST_TEXTS, Unit, read_units
+from accel_train.experiments.look.units import MOST_IMAGES, MOST_TEXTS, Units, read_units
 from accel_train.plan.place import count_processes
 from accel_train.recipe.schema import Recipe
 from accel_train.report.watch import sparkline
@@ -41,8 +41,8 @@ class Look:
 
     recipe: Recipe
     data: TaskData
-    train: Sequence[Unit]
-    held: Sequence[Unit]
+    train: Units
+    held: Units
     steps: Sequence[Step]
     batch: Collated
     """First micro-batch, as augmented."""

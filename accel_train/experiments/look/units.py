@@ -84,6 +84,9 @@ class Unit(NamedTuple):
         return _PLACE.sub("", self.where)
 
 
+Units = Sequence[Unit]
+
+
 def read_units(data: TaskData, section: Any, *, is_training: bool) -> Iterator[Unit]:
     """Yield the units of one side, at most `MOST_TEXTS` or `MOST_IMAGES`, evenly spaced.
 
@@ -202,7 +205,7 @@ def _words(text: str) -> NDArray[np.uint32]:
     return np.array([crc32(word.encode(errors="surrogatepass")) for word in words], np.uint32)
 
 
-def near_pairs(units: Sequence[Unit]) -> Iterator[tuple[int, int]]:
+def near_pairs(units: Units) -> Iterator[tuple[int, int]]:
     """Yield pairs (later, earlier) of units whose groups of five words are 80 % the same, by MinHash (Broder 1997).
 
     Units that share 4 of 32 hashes at the same place are compared with the first of them, so the cost is O(n log n).
@@ -211,7 +214,8 @@ def near_pairs(units: Sequence[Unit]) -> Iterator[tuple[int, int]]:
     numbers = np.array([number for number, unit in enumerate(units) if len(unit.words) >= GRAM], np.int64)
     if not len(numbers):
         return
-    hashes = np.stack([_signature(_groups(units[number])) for number in numbers])
+    groups = (_groups(units[number]) for number in numbers)
+    hashes = np.stack([((each[:, None] * _KEYS[0] + _KEYS[1]) >> np.uint64(32)).min(axis=0) for each in groups])
     pairs = set[tuple[int, int]]()
     for band in range(0, len(_KEYS[0]), _BAND):
         keys = hashes[:, band : band + _BAND] @ _KEYS[0, :_BAND]
@@ -226,10 +230,6 @@ def near_pairs(units: Sequence[Unit]) -> Iterator[tuple[int, int]]:
 def _groups(unit: Unit) -> NDArray[np.uint64]:
     """Return a hash of each five words in sequence, each once."""
     return np.unique(sliding_window_view(unit.words.astype(np.uint64), GRAM) @ _KEYS[0, :GRAM])
-
-
-def _signature(groups: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    return ((groups[:, None] * _KEYS[0] + _KEYS[1]) >> np.uint64(32)).min(axis=0)
 
 
 def _share(one: NDArray[np.uint64], other: NDArray[np.uint64]) -> float:

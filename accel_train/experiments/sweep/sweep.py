@@ -6,7 +6,7 @@ The folder of a run lies in the recipe's `output_dir`. Its values are its name: 
 import glob
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
@@ -30,6 +30,7 @@ from accel_train.experiments.sweep.values import (
     Combination,
     Outcome,
     Space,
+    Values,
     check_number,
     draws,
     extremes,
@@ -195,7 +196,7 @@ class _Sweep:
             chosen = before[done] if done < len(before) else self._propose()
             yield with_recipes(self.path, self.space, [chosen])
 
-    def _propose(self) -> dict[str, str]:
+    def _propose(self) -> Values:
         outcomes, size = [], len(self.space.seeds or [SEED])
         for at in range(0, len(self.runs), size):
             seeds = self.records[at : at + size]
@@ -373,7 +374,7 @@ def _content(path: Path) -> Any:
         return type(error).__name__
 
 
-def _without_seed(values: Mapping[str, str]) -> dict[str, str]:
+def _without_seed(values: Values) -> Values:
     return {name: value for name, value in values.items() if name != SEED}
 
 

@@ -18,6 +18,9 @@ from accel_train.recipe.loader import split_flags
 from accel_train.recipe.names import numbers_of, recipe_names
 from accel_train.recipe.schema import Recipe
 
+Values = Mapping[str, str]
+"""Values of a combination by setting, as a recipe writes them."""
+
 SHORT_NAMES = {"learning_rate": "lr", "weight_decay": "wd", "global_batch_size": "batch"}
 LONGEST_NAME = 120
 """Maximum characters of a folder name. A longer name is cut and ends with a digest."""
@@ -63,11 +66,15 @@ class Range(NamedTuple):
         return f"{round(value, 3 - math.floor(math.log10(self.high - self.low))):.15g}"
 
 
+Domain = list[str] | Range
+"""Values of a swept setting: a list, or all in a range."""
+
+
 class Space(NamedTuple):
     """The flags of settings with one value, the values of swept settings by name, and the seeds (None: not swept)."""
 
     fixed: list[str]
-    swept: dict[str, list[str] | Range]
+    swept: dict[str, Domain]
     seeds: list[str] | None
 
     @property
@@ -80,14 +87,14 @@ class Combination(NamedTuple):
     """A combination of values: its folder name, the swept values by setting, and the recipe with these values."""
 
     name: str
-    values: dict[str, str]
+    values: Values
     recipe: Recipe
 
 
 class Outcome(NamedTuple):
     """The result of a combination: the metric's mean over seeds, and whether the guard stopped a run. No mean: None."""
 
-    values: dict[str, str]
+    values: Values
     mean: float | None
     has_diverged: bool = False
 
@@ -117,7 +124,7 @@ def read_space(settings: Sequence[str]) -> Space:
             swept.
     """
     fixed: list[str] = []
-    swept: dict[str, list[str] | Range] = {}
+    swept: dict[str, Domain] = {}
     for flag, name, text in split_flags(settings):
         values = _domain(flag, name, text)
         if values is None:
@@ -136,7 +143,7 @@ def read_space(settings: Sequence[str]) -> Space:
     return Space(fixed, swept, seeds)
 
 
-def _domain(flag: str, name: str, text: str) -> list[str] | Range | None:
+def _domain(flag: str, name: str, text: str) -> Domain | None:
     """Return the values of a flag, or None if it has one value."""
     values = split_values(text)
     if len(values) == 1:
@@ -164,7 +171,7 @@ def _range(flag: str, name: str, low: str, high: str) -> Range | None:
     return Range(float(low), float(high), are_whole and "integer" in numbers)
 
 
-def grid(space: Space) -> list[dict[str, str]]:
+def grid(space: Space) -> list[Values]:
     """Return all combinations without seeds. The last setting changes fastest.
 
     Raises:
@@ -177,7 +184,7 @@ def grid(space: Space) -> list[dict[str, str]]:
     return [dict(zip(lists, values, strict=True)) for values in product(*lists.values())]
 
 
-def draws(space: Space, draw_seed: int) -> Iterator[dict[str, str]]:
+def draws(space: Space, draw_seed: int) -> Iterator[Values]:
     """Yield distinct combinations without seeds, until all `space.size` combinations are drawn."""
     seen: set[tuple[str, ...]] = set()
     for number in count():
@@ -203,7 +210,7 @@ def check_number(space: Space, number: int, flag: str) -> None:
         raise ValueError(f"{num_runs:,} runs are more than {MOST_RUNS:,}. {remedy}")
 
 
-def propose(space: Space, outcomes: Sequence[Outcome], *, greater_is_better: bool, draw_seed: int) -> dict[str, str]:
+def propose(space: Space, outcomes: Sequence[Outcome], *, greater_is_better: bool, draw_seed: int) -> Values:
     """Return the next combination to train, without seeds: Optuna's TPE, as a function of outcomes and draw seed.
 
     A combination that diverged counts as worse than all others. Other failures are ignored. Each choice rebuilds the
@@ -241,7 +248,7 @@ def propose(space: Space, outcomes: Sequence[Outcome], *, greater_is_better: boo
     return chosen if chosen not in before else next(each for each in draws(space, draw_seed) if each not in before)
 
 
-def with_recipes(path: str, space: Space, chosen: Iterable[Mapping[str, str]]) -> list[Combination]:
+def with_recipes(path: str, space: Space, chosen: Iterable[Values]) -> list[Combination]:
     """Return a run for each seed of each combination.
 
     Raises:
@@ -266,7 +273,7 @@ def with_recipes(path: str, space: Space, chosen: Iterable[Mapping[str, str]]) -
     return found
 
 
-def extremes(space: Space) -> list[dict[str, str]]:
+def extremes(space: Space) -> list[Values]:
     """Return combinations that cover every listed value and both ends of every range."""
     ends = {
         name: [values.write(values.low), values.write(values.high)] if isinstance(values, Range) else values
@@ -276,12 +283,12 @@ def extremes(space: Space) -> list[dict[str, str]]:
     return [{name: values[min(number, len(values) - 1)] for name, values in ends.items()} for number in range(most)]
 
 
-def flags_of(values: Mapping[str, str]) -> list[str]:
+def flags_of(values: Values) -> list[str]:
     """Return values by setting as words of a command line."""
     return [word for name, value in values.items() for word in (f"--{name}", value)]
 
 
-def _folder_name(keys: Mapping[str, str], values: Mapping[str, str]) -> str:
+def _folder_name(keys: Mapping[str, str], values: Values) -> str:
     """Return a folder name such as `lr=1e-4,seed=0`. A digest follows if characters were replaced or cut off."""
     whole = ",".join(f"{keys[name]}={value}" for name, value in values.items())
     safe = re.sub(r"[^A-Za-z0-9._+=,-]+", "_", whole)

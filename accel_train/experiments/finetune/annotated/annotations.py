@@ -13,7 +13,7 @@ from accel_train.data.sources import file_kind
 from accel_train.data.tables import SPLITS, json_objects
 from accel_train.data.text.spans import ANNOTATIONS, ANSWERS, START_KEYS, fields_of, finished, spans_in
 from accel_train.experiments.finetune.columns import Table, data_at, files_at, mapping, objects, with_settings
-from accel_train.experiments.finetune.recipe import Asked, Converted, listed
+from accel_train.experiments.finetune.recipe import Asked, Converted, Names, listed
 from accel_train.experiments.finetune.tree import MOST_TAGGED, Tree
 
 _ROWS_LOOKED_AT = 200
@@ -32,7 +32,7 @@ class Marked(NamedTuple):
     text: str
     spans: str
     why: str
-    read: tuple[str, ...] = ()
+    read: Names = ()
     """Further columns that are read."""
 
 
@@ -93,22 +93,23 @@ def _rows(asked: Asked, table: Table) -> Iterator[Row]:
         data = with_settings(asked.data, table.settings)
         yield from (row for path in files_at(table.path) for row, _, _ in json_objects(path, data, "text"))
         return
-    for cells in zip(*(column.cells for column in table.columns.values())):
+    for cells in zip(*(column.cells for column in table.each)):
         yield dict(zip(table.columns, cells))
+
+
+def _annotations_of(row: Row) -> list[Row]:
+    return [each for key in ANNOTATIONS for each in objects(row.get(key))]
 
 
 def results_of(row: Row) -> list[tuple[str, Row]]:
     """Return the names and values of all results of a task of Label Studio."""
-    made = [each for key in ANNOTATIONS for each in objects(row.get(key))]
-    results = [result for annotation in made for result in objects(annotation.get("result"))]
+    results = [result for annotation in _annotations_of(row) for result in objects(annotation.get("result"))]
     return [(str(result.get("from_name")), mapping(result.get("value"))) for result in results]
 
 
 def is_label_studio(row: Row) -> bool:
     """Return whether a row is a task of Label Studio's export JSON."""
-    return isinstance(row.get("data"), Mapping) and any(
-        "result" in each for key in ANNOTATIONS for each in objects(row.get(key))
-    )
+    return isinstance(row.get("data"), Mapping) and any("result" in each for each in _annotations_of(row))
 
 
 def _label_studio(asked: Asked, table: Table, rows: Rows) -> Marked | str:
@@ -171,7 +172,7 @@ def _text_of(asked: Asked, table: Table, rows: Rows) -> str:
     return _one_of(asked, table, "tokens_column", texts, asked.text)
 
 
-def _one_of(asked: Asked, table: Table, setting: str, names: Sequence[str], flag: tuple[str, ...]) -> str:
+def _one_of(asked: Asked, table: Table, setting: str, names: Sequence[str], flag: Names) -> str:
     """Return the column that a flag names, or the only one."""
     given = (getattr(asked.data, setting),) if f"data.{setting}" in asked.given else flag
     if len(given or names) == 1:
@@ -323,9 +324,8 @@ def _columns_of_choices(asked: Asked, path: Path, rows: Rows) -> Columns:
 
 def _chosen(row: Row, name: str, where: str) -> list[str] | None:
     """Return the classes that were chosen in Label Studio."""
-    made = finished([each for key in ANNOTATIONS for each in objects(row.get(key))])
     found = []
-    for annotation in made:
+    for annotation in finished(_annotations_of(row)):
         values = [value for found_name, value in results_of({ANNOTATIONS[0]: [annotation]}) if found_name == name]
         found.append(sorted({str(label) for value in values for label in value.get("choices", ())}))
     if any(labels != found[0] for labels in found):

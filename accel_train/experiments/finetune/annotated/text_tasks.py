@@ -16,14 +16,14 @@ from accel_train.data.sources import file_kind, resolve_sources
 from accel_train.data.text.aligned import target_file
 from accel_train.experiments.finetune.annotated.annotations import find_spans
 from accel_train.experiments.finetune.columns import TAG, Column, Table, data_at, files_at, readings, with_settings
-from accel_train.experiments.finetune.recipe import Asked, Found, lengths, listed, places_of, refuse_columns
+from accel_train.experiments.finetune.recipe import Asked, Found, Names, lengths, listed, places_of, refuse_columns
 from accel_train.experiments.finetune.tree import Tree
 
 
 class _Kind(NamedTuple):
     """A kind of annotated text."""
 
-    settings: tuple[str, ...]
+    settings: Names
     """Settings of `data` that name its columns."""
     table: str
     """Reason for the task, with the names of the columns."""
@@ -238,7 +238,7 @@ def anchored(asked: Asked, table: Table) -> Found | None:
     )
 
 
-def _tagged(asked: Asked, table: Table) -> tuple[str, ...] | None:
+def _tagged(asked: Asked, table: Table) -> Names | None:
     known = (asked.data.tokens_column.lower(), *_WORDS)
     own = (name for name in (asked.data.tokens_column, *table.columns) if name in table and name.lower() in known)
     words = next(own, None)
@@ -271,14 +271,14 @@ def _sizes(column: Column) -> list[int] | None:
     return [len(cell) for cell in column.cells] if all(isinstance(cell, list) for cell in column.cells) else None
 
 
-def _questions(asked: Asked, table: Table) -> tuple[str, ...] | None:
+def _questions(asked: Asked, table: Table) -> Names | None:
     names = tuple(getattr(asked.data, setting) for setting in _KINDS["question-answering"].settings)
     are_there = set(names) <= set(table.columns)
     has_places = are_there and any("answer_start" in str(cell) for cell in table[names[2]].cells)
     return names if has_places or (are_there and asked.task is not None) else None
 
 
-def _pair(asked: Asked, table: Table) -> tuple[str, ...] | None:
+def _pair(asked: Asked, table: Table) -> Names | None:
     strings = [column.name for column in table.strings]
     languages = tuple(name for name in strings if name.lower() in LANGUAGES)
     own = (asked.data.source_column, asked.data.target_column)

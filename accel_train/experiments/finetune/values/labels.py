@@ -146,7 +146,7 @@ def _binary_labels(asked: Asked, table: Table, columns: Sequence[Column], why: s
 
 def _adjacent_binary(table: Table, likely: Sequence[Column]) -> list[Column]:
     """Return the adjacent columns of 0 and 1 that contain all `likely` columns, or an empty list."""
-    columns = list(table.columns.values())
+    columns = table.each
     first, last = (columns.index(column) for column in (likely[0], likely[-1]))
     # At the edges, a column of zeros is a rare label.
     while first > 0 and columns[first - 1].is_binary:
@@ -158,7 +158,7 @@ def _adjacent_binary(table: Table, likely: Sequence[Column]) -> list[Column]:
 
 
 def _labels_of(asked: Asked, table: Table, *used: str, is_text: bool) -> tuple[list[Column], str]:
-    others = [column for column in table.columns.values() if column.name not in used]
+    others = [column for column in table.each if column.name not in used]
     if len(asked.label) > 1 and not is_text:
         raise ValueError(f"--label {','.join(asked.label)}: an image has one label. Name one column")
     if asked.label:
@@ -216,7 +216,7 @@ def _names_beside(table: Table, label: Column, used: tuple[str, ...]) -> Column 
     """Return the column with a name for each number of the label, or None."""
     if not _are_integers(label):
         return None
-    others = [column for column in table.columns.values() if column.name not in (label.name, *used)]
+    others = [column for column in table.each if column.name not in (label.name, *used)]
     named = [
         column
         for column in others

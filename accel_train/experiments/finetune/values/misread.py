@@ -57,7 +57,7 @@ def refuse_bad_answers(asked: Asked, table: Table, answers: Mapping[str, str]) -
             )
     # With a question and an answer, a column `label` is a class.
     may_judge = "messages_column" in answers or answers.get("completion_column") == "completion"
-    for column in table.columns.values() if answers else ():
+    for column in table.each if answers else ():
         if column.name in answers.values() or (column.name.lower() == "label" and not may_judge):
             continue
         if bad := bad_rows(column):
