@@ -8,7 +8,6 @@ on the recipe's own data by the same code as a run, and their metrics and checkp
 import math
 import shutil
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -52,8 +51,7 @@ QUICK_BACKEND = "aot_eager"
 """Compiler of a toy. It traces the same graphs and gradients as inductor, but generates no code."""
 
 
-@dataclass(frozen=True)
-class Equality:
+class Equality(NamedTuple):
     """The comparison of a layout with one process."""
 
     processes: int

@@ -6,7 +6,7 @@ its type are right.
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,8 +16,7 @@ from accel_train.metrics.tally import count_values
 _TAG = re.compile(r"([BIES])(?:-(.+))?", re.DOTALL)
 
 
-@dataclass(frozen=True)
-class EntityTags:
+class EntityTags(NamedTuple):
     """Meaning of tags: the type of an entity, and its first and last word."""
 
     types: tuple[str, ...]

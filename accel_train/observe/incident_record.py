@@ -12,6 +12,9 @@ from accel_train.core.format import format_count
 from accel_train.core.json_io import read_json
 from accel_train.core.state import JsonRecord
 
+Facts = list[tuple[str, Any]]
+"""Rows of a name and a value."""
+
 INCIDENTS = "incidents"
 RECORD, TEXT, WEIGHTS = "incident.json", "incident.md", "weights.safetensors"
 FORMAT = 1
@@ -383,7 +386,7 @@ def _process_lines(finding: Finding) -> list[str]:
     return lines
 
 
-def _step_facts(incident: Incident) -> list[tuple[str, Any]]:
+def _step_facts(incident: Incident) -> Facts:
     weights = incident.weights
     kept = weights.file or (f"checkpoint {weights.checkpoint}" if weights.checkpoint else "not kept")
     return [
@@ -401,7 +404,7 @@ def _step_facts(incident: Incident) -> list[tuple[str, Any]]:
     ]
 
 
-def main_facts(incident: Incident) -> list[tuple[str, Any]]:
+def main_facts(incident: Incident) -> Facts:
     """Return the facts of the step as (name, value) pairs, and one pair for each process involved in the incident."""
     facts = _step_facts(incident)
     for finding in incident.processes:
@@ -415,7 +418,7 @@ def describe_finding(finding: Finding) -> str:
     return "; ".join(f"{name.lower()} {value}" for name, value in _finding_facts(finding)[1:]).replace("`", "")
 
 
-def _finding_facts(finding: Finding) -> list[tuple[str, Any]]:
+def _finding_facts(finding: Finding) -> Facts:
     gradients = named(finding.gradients_not_finite, finding.num_gradients_not_finite)
     then_and_again = f"{_number(finding.loss_sum_then)}, {_number(finding.loss_sum) or 'not computed'}"
     again = {True: "yes", False: "no", None: "not computed" if finding.loss_sum is None else "see above"}

@@ -3,8 +3,7 @@
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from accel_train.core.state import JsonRecord
 
@@ -28,8 +27,7 @@ def model_flops_per_token(
     return weights + 12 * num_layers * hidden_size * sequence_length
 
 
-@dataclass(frozen=True)
-class Rates:
+class Rates(NamedTuple):
     """Rates over an interval of training, or None if the interval took no time.
 
     `mfu` is also None if the model's operations or the hardware's peak are unknown.

@@ -15,6 +15,8 @@ from accel_train.task import Facts
 
 Row = tuple[str, str]
 Rows = Iterator[Row]
+Blocks = Iterator[tuple[str, list[Row]]]
+"""Titles, each with its rows."""
 MUCH_PADDING = 0.02
 MODEL_ROWS = {
     "model.attn_implementation": "attention",
@@ -75,7 +77,7 @@ def _counts(facts: Facts) -> list[Row]:
     return [(name, format_count(count)) for name, count in counts.items() if count is not None]
 
 
-def _blocks(plan: Plan) -> Iterator[tuple[str, list[Row]]]:
+def _blocks(plan: Plan) -> Blocks:
     sizes, facts = plan.sizes, plan.data_facts
     yield "Steps", [
         ("global batch", f"{sizes.reason}; {sizes.per_device_eval_batch_size} per device in evaluation"),
@@ -112,7 +114,7 @@ def _warmup(plan: Plan) -> str:
     return "warmup unknown: a share of all steps"
 
 
-def _scale_blocks(plan: Plan) -> Iterator[tuple[str, list[Row]]]:
+def _scale_blocks(plan: Plan) -> Blocks:
     scale, step = plan.scale, plan.scale.step
     if plan.world_size > 1:
         yield "Processes", list(_layout_rows(scale))

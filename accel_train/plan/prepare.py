@@ -3,8 +3,8 @@
 import os
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from accel_train.core.format import format_bytes
 from accel_train.data.cache import cache_root
@@ -19,8 +19,7 @@ from accel_train.runtime.launch_environment import with_launch_environment
 from accel_train.task import TaskData, read_data
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """One kind of input of a run."""
 
     name: str

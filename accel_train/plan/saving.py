@@ -1,9 +1,9 @@
 """The interval between saves, from the time that a save stops training and the run's mean time between failures."""
 
 import math
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from typing import NamedTuple
 
 from accel_train.core.hardware import GB
 from accel_train.core.state import Choice
@@ -23,8 +23,7 @@ GPU_HOURS_BETWEEN_FAILURES = 7.9 * 1024
 RATE_SOURCE = "the rate of Meta's research clusters, arXiv 2410.21680; set yours with --mtbf"
 
 
-@dataclass(frozen=True)
-class SavingCost:
+class SavingCost(NamedTuple):
     """The cost of one checkpoint in seconds."""
 
     stall_seconds: Choice[float]
@@ -33,8 +32,7 @@ class SavingCost:
     """Seconds until the checkpoint is published. The next one cannot begin before."""
 
 
-@dataclass(frozen=True)
-class SaveInterval:
+class SaveInterval(NamedTuple):
     """The interval between saves, and the two times that determine it."""
 
     seconds: float

@@ -5,8 +5,8 @@ between saves.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from accel_train.core.hardware import (
     ASSUMED_MFU,
@@ -40,8 +40,7 @@ AdamW reads weight, gradient and two moments, and writes three of them. The grad
 """
 
 
-@dataclass(frozen=True)
-class StepTime:
+class StepTime(NamedTuple):
     """The modeled parts of a step, in seconds.
 
     The model leaves out stragglers and the slowdown of computing during communication.
@@ -65,8 +64,7 @@ class StepTime:
         return (self.compute_seconds + self.optimizer_seconds) / self.seconds
 
 
-@dataclass(frozen=True)
-class StepWork:
+class StepWork(NamedTuple):
     """The work of one process in a step, without communication."""
 
     compute_seconds: float
@@ -101,8 +99,7 @@ def model_step(found: Sequence[Collective], work: StepWork, gpu: Gpu, network: I
     return StepTime(work.compute_seconds, optimizer, total, exposed)
 
 
-@dataclass(frozen=True)
-class Scale:
+class Scale(NamedTuple):
     """The estimate of a run on many processes. Bytes are per process and step unless the name says otherwise."""
 
     layout: Layout

@@ -20,6 +20,8 @@ from accel_train.data.text.shards import ShardedWindows
 from accel_train.data.text.tokens import BEGINS, PADDING, WindowDataset, parts_of
 from accel_train.task import Collated, TaskData
 
+Hashes = NDArray[np.uint64]
+
 MOST_TEXTS = 1_000_000
 """Texts that are read. Of more, evenly spaced ones are read."""
 MOST_IMAGES = 5_000
@@ -227,12 +229,12 @@ def near_pairs(units: Units) -> Iterator[tuple[int, int]]:
             yield later, earlier
 
 
-def _groups(unit: Unit) -> NDArray[np.uint64]:
+def _groups(unit: Unit) -> Hashes:
     """Return a hash of each five words in sequence, each once."""
     return np.unique(sliding_window_view(unit.words.astype(np.uint64), GRAM) @ _KEYS[0, :GRAM])
 
 
-def _share(one: NDArray[np.uint64], other: NDArray[np.uint64]) -> float:
+def _share(one: Hashes, other: Hashes) -> float:
     """Return the share of groups that both have among those that one has (Jaccard)."""
     common = len(np.intersect1d(one, other, assume_unique=True))
     return common / (len(one) + len(other) - common)
