@@ -118,7 +118,7 @@ def export_run(
     """
     recipe = recipe_of_trained(folder, settings=settings)
     check_content(folder, recipe)
-    target = out or folder / "-".join(["export", *(["onnx"] if onnx else []), *([quantize] if quantize else [])])
+    target = out or folder / "-".join(filter(None, ("export", "onnx" if onnx else None, quantize)))
     target = target.resolve() if target.is_symlink() else target
     check_folder(target, f"--out {target}")
     record: JsonRecord = {"run": str(folder), "quantize": quantize}

@@ -317,7 +317,7 @@ def write_table(columns: Columns, out: Path, home: Path) -> Path:
     if kind != ".jsonl":
         writer = csv.writer(text, lineterminator="\n")
         writer.writerow(columns)
-        cells = ([_cell(value) for value in values] for values in columns.values())
+        cells = (map(_cell, values) for values in columns.values())
         writer.writerows(zip(*cells, strict=True))
         if num_formulas := sum(map(_may_be_formula, chain(columns, *columns.values()))):
             print(

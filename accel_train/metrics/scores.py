@@ -120,7 +120,7 @@ def _averages(counts: Counts) -> dict[str, dict[str, float]]:
 
 def _format_report(report: Mapping[str, Any]) -> str:
     """Return the report as text in scikit-learn's layout. None is shown as a dash."""
-    width = max(len(name) for name in (*report, "weighted avg"))
+    width = max(map(len, (*report, "weighted avg")))
 
     def line(name: str, values: Sequence[float | None], support: int) -> str:
         cells = ("" if value is None else f"{value:.2f}" for value in values)

@@ -283,6 +283,6 @@ def _is_launch(record: Any) -> bool:
     if not isinstance(record, dict) or not isinstance(accounts := record.get("accounts"), dict):
         return False
     numbers = [record.get("started"), record.get("seconds"), *accounts.values()]
-    counts = [record.get(name) for name in ("step", "steps", "saves")]
+    counts = map(record.get, ("step", "steps", "saves"))
     is_timed = all(type(each) in (int, float) and math.isfinite(each) for each in numbers)
     return is_timed and all(type(each) is int for each in counts)

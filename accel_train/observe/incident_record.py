@@ -207,7 +207,7 @@ def summarise_incident(incident: Incident) -> str:
         return f"Deterministic: computed again it is as large; {describe_heaviest(incident)}"
     if kind == "deterministic":
         bad = [finding for finding in findings if finding.happens_again]
-        blamed = [_blame(finding) for finding in bad[:3]]
+        blamed = map(_blame, bad[:3])
         more = f"; and so on {format_count(len(bad) - 3, 'more process', 'more processes')}" if len(bad) > 3 else ""
         return f"Deterministic: {'; '.join(blamed)}{more}"
     there = not_finite_then(findings)

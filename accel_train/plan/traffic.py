@@ -74,7 +74,7 @@ class Ring:
     @cached_property
     def num_nodes(self) -> int:
         """Maximum number of nodes that a ring spans."""
-        return max(len(nodes) for nodes in self._members)
+        return max(map(len, self._members))
 
     def leaves_node(self, network: Interconnect) -> float:
         """Return the nominal rate of the slowest ring between nodes, in bytes per second.

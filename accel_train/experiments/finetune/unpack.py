@@ -447,7 +447,7 @@ def _write_sheets(path: Path, folder: Path) -> None:
     for name, rows in sheets.items():
         stem = path.stem if len(sheets) == 1 else name.replace(os.sep, "_")
         with (folder / f"{stem}.csv").open("w", encoding="utf-8", newline="") as file:
-            csv.writer(file).writerows([_shown(cell) for cell in row] for row in rows)
+            csv.writer(file).writerows(map(_shown, row) for row in rows)
 
 
 def _shown(cell: Any) -> str:

@@ -179,7 +179,7 @@ class _Sweep:
         for batch in (first,) if number is None else self._chosen(number):
             begin = len(self.runs)
             self.runs += batch
-            self.records += [self._begun(each) for each in batch]
+            self.records += map(self._begun, batch)
             for place in range(begin, len(self.runs)):
                 self._train(place, num_runs)
                 if self.stop.requested and (place + 1 < num_runs or self.records[place]["status"] != FINISHED):
