@@ -158,11 +158,15 @@ class Trackers:
 
     def log(self, values: Mapping[str, Any], step: int) -> None:
         """Send values to every working tracker, without None values."""
+        if not self._names:
+            return
         present = {name: value for name, value in values.items() if value is not None}
         self._each("could not log", lambda tracker: tracker.log(present, step=step))
 
     def finish(self) -> None:
         """Close all trackers, so that `accelerator.end_training()` does not close them again."""
+        if not self._names:
+            return
         self._each("could not be closed", lambda tracker: tracker.finish())
         self._accelerator.trackers = []
 
