@@ -105,7 +105,7 @@ class Plan:
 
     @property
     def fits(self) -> bool | None:
-        """Whether the memory of one process fits into the GPU, or None if either is unknown."""
+        """Return whether the memory of one process fits into the GPU, or None if either is unknown."""
         needed, room = self.memory_bytes, self.device_bytes
         return None if needed is None or room is None else needed <= room
 

@@ -1,15 +1,16 @@
 """Findings about the samples of both sides and the batches of the first steps, in order of harm."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import NamedTuple
 
 import numpy as np
+import torch
 
 from accel_train.data.labels import class_doubts
 from accel_train.experiments.look.units import Unit, Units, near_pairs
+from accel_train.task import Collated
 from accel_train.training.output import FEW_HELD_OUT
 
 KINDS = {
@@ -72,6 +73,10 @@ _FEWEST_OF_FILE = 10
 _BUCKETS = 4096
 
 
+Steps = Sequence[Sequence[Collated]]
+"""Micro-batches of each step."""
+
+
 @dataclass(frozen=True)
 class Finding:
     """Something about the data that harms a training."""
@@ -93,25 +98,14 @@ class Finding:
         return self.kind in STOPS
 
 
-class Step(NamedTuple):
-    """The batches of a step, summed."""
-
-    num_targets: int
-    is_of_one_class: bool
-    """Whether all samples have one class, in an order that is not shuffled."""
-    padding: int
-    """Positions that hold padding."""
-    positions: int
-
-
-def find(train: Units, held: Units, names: Sequence[str], steps: Sequence[Step]) -> list[Finding]:
+def find(train: Units, held: Units, names: Sequence[str], of_steps: Iterable[Finding]) -> list[Finding]:
     """Return the findings about training samples, evaluation samples, and steps, the most harmful first."""
     found = chain(
         _of_samples([*train, *held]),
         _repeated(train, held),
         _of_classes(train, held, names),
         [_finding("swapped_labels", list(_swapped(train)), len(train))],
-        _of_steps(steps),
+        of_steps,
     )
     kept = (each for each in found if each.count > LEAST_SHARES.get(each.kind, 0) * each.total)
     return sorted(kept, key=lambda each: [*KINDS].index(each.kind))
@@ -132,9 +126,10 @@ def _repeated(train: Units, held: Units) -> Iterator[Finding]:
     yield _finding("contradiction", [unit for unit, before in copies if unit.label != before.label], len(train))
     yield _finding("duplicates", [unit for unit, before in copies if unit.label == before.label], len(train))
     yield _finding("leak", [unit for unit in held if unit.digest in first], len(held))
-    both, pairs = [*train, *held], list(near_pairs([*train, *held]))
     if min(len(train), len(held) or len(train)) < _FEWEST_NEAR:
         return
+    both = [*train, *held]
+    pairs = list(near_pairs(both))
     near = dict.fromkeys(later for later, _ in pairs if later < len(train))
     leaks = dict.fromkeys(later for later, earlier in pairs if earlier < len(train) <= later)
     yield _finding("near_duplicates", [both[number] for number in near], len(train))
@@ -160,10 +155,21 @@ def _of_classes(train: Units, held: Units, names: Sequence[str]) -> Iterator[Fin
         yield Finding("other_shares", round(moved), len(held))
 
 
-def _of_steps(steps: Sequence[Step]) -> Iterator[Finding]:
-    yield Finding("teaches_nothing", sum(not step.num_targets for step in steps), len(steps))
-    yield Finding("one_class_steps", sum(step.is_of_one_class for step in steps), len(steps))
-    yield Finding("padding", sum(step.padding for step in steps), sum(step.positions for step in steps))
+def findings_of_steps(steps: Steps, *, shuffled: bool) -> list[Finding]:
+    """Return what the batches of the first steps show; last, the positions that hold padding."""
+    targets = [sum(batch["num_targets"] for batch in step) for step in steps]
+    alike = [] if shuffled else list(filter(_is_of_one_class, steps))
+    masks = [batch["attention_mask"] for batch in chain(*steps) if "attention_mask" in batch]
+    return [
+        Finding("teaches_nothing", targets.count(0), len(steps)),
+        Finding("one_class_steps", len(alike), len(steps)),
+        Finding("padding", sum(int((mask == 0).sum()) for mask in masks), sum(mask.numel() for mask in masks)),
+    ]
+
+
+def _is_of_one_class(step: Sequence[Collated]) -> bool:
+    labels = [batch["labels"] for batch in step if "labels" in batch]
+    return bool(labels) and all(each.ndim == 1 for each in labels) and len(torch.cat(labels).unique()) == 1
 
 
 def _swapped(train: Units) -> Iterator[Unit]:

@@ -8,7 +8,6 @@ from itertools import chain
 from typing import Any
 
 import numpy as np
-import torch
 
 from accel_train.core.errors import DataError
 from accel_train.core.format import format_count
@@ -18,7 +17,7 @@ from accel_train.data.labels import class_notes
 from accel_train.data.order import DataOrder
 from accel_train.data.samples import Drawn, SeededReads, fetch
 from accel_train.engine.resolve import check_recipe, resolve_run
-from accel_train.experiments.look.checks import MOST_FILES, Finding, Step, find
+from accel_train.experiments.look.checks import MOST_FILES, Finding, find, findings_of_steps
 from accel_train.experiments.look.units import MOST_IMAGES, MOST_TEXTS, Units, read_units
 from accel_train.plan.place import count_processes
 from accel_train.recipe.schema import Recipe
@@ -43,7 +42,8 @@ class Look:
     data: TaskData
     train: Units
     held: Units
-    steps: Sequence[Step]
+    padding: Finding
+    """Positions of the first steps that hold padding."""
     batch: Collated
     """First micro-batch, as augmented."""
     findings: Sequence[Finding]
@@ -83,8 +83,8 @@ class Look:
     @property
     def notes(self) -> list[str]:
         """Sentences on how the data are read: what is cut, left out, packed, and padded."""
-        padding, positions = (sum(getattr(step, name) for step in self.steps) for name in ("padding", "positions"))
-        padded = [f"{padding / positions:.1%} of the positions of the first steps are padding"] if padding else []
+        count, total = self.padding.count, self.padding.total
+        padded = [f"{count / total:.1%} of the positions of the first steps are padding"] if count else []
         return [*self.data.facts.notes, *padded]
 
     @property
@@ -108,9 +108,9 @@ def look_at(recipe: Recipe, *, progress: bool = False) -> Look:
     _, order, _ = resolve_run(recipe, data, sizes)
     train, held = (list(read_units(data, recipe.data, is_training=side)) for side in (True, False))
     batches = list(_batches(data, order, sizes.per_device_batch_size))
-    steps = [_summed(step, order.shuffle) for step in batches]
-    findings = find(train, held, data.facts.label_names or (), steps)
-    return Look(recipe, data, train, held, steps, next(chain.from_iterable(batches), {}), findings)
+    of_steps = findings_of_steps(batches, shuffled=order.shuffle)
+    findings = find(train, held, data.facts.label_names or (), of_steps)
+    return Look(recipe, data, train, held, of_steps[-1], next(chain.from_iterable(batches), {}), findings)
 
 
 def _batches(data: TaskData, order: DataOrder, size: int) -> Iterator[list[Collated]]:
@@ -125,15 +125,6 @@ def _batches(data: TaskData, order: DataOrder, size: int) -> Iterator[list[Colla
         # The finding about unreadable samples names them.
         with suppress(DataError):
             yield [data.collate(fetch(dataset, indices)) for indices in shares]
-
-
-def _summed(batches: Sequence[Collated], shuffled: bool) -> Step:
-    labels = [batch["labels"] for batch in batches if "labels" in batch]
-    has_classes = bool(labels) and all(each.ndim == 1 for each in labels)
-    is_of_one_class = has_classes and not shuffled and len(torch.cat(labels).unique()) == 1
-    masks = [batch["attention_mask"] for batch in batches if "attention_mask" in batch]
-    padding, positions = sum(int((mask == 0).sum()) for mask in masks), sum(mask.numel() for mask in masks)
-    return Step(sum(batch["num_targets"] for batch in batches), is_of_one_class, padding, positions)
 
 
 def format_look(look: Look, *, colour: bool) -> list[str]:

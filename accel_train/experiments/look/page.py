@@ -5,7 +5,6 @@ from pathlib import Path
 
 import numpy as np
 from PIL import Image
-from transformers.image_transforms import center_to_corners_format
 
 from accel_train.core.format import format_count
 from accel_train.core.ownership import write_file
@@ -52,7 +51,8 @@ def _pictures(look: Look) -> Iterator[JsonRecord]:
 
 
 def _boxes(look: Look, number: int, size: tuple[int, int]) -> Iterator[Box]:
-    edges = center_to_corners_format(look.batch["boxes"][number]).numpy() * (size * 2)
+    centers, sides = np.hsplit(look.batch["boxes"][number].numpy(), 2)
+    edges = np.hstack([centers - sides / 2, centers + sides / 2]) * (size * 2)
     for corners, label in zip(edges.tolist(), look.batch["class_ids"][number].tolist()):
         if label >= 0:
             yield Box(corners, look.label_names[label], color_of_class(label))
