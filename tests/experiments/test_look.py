@@ -247,7 +247,7 @@ def test_a_defect_of_masks_comes_first(tmp_path: Path, kind: str) -> None:
         assert "9.png has 16 x 16 pixels and its mask" in look.findings[0].examples[0]
 
 
-def of_boxes(folder: Path, has_boxes: Callable[[int], bool]) -> Look:
+def of_boxes(folder: Path, has_boxes: Callable[[int], bool], **changes: Any) -> Look:
     (folder / "data").mkdir()
     images, boxes = [], []
     for number, pixels in enumerate(images_of(32, 2)):
@@ -259,15 +259,16 @@ def of_boxes(folder: Path, has_boxes: Callable[[int], bool]) -> Look:
     content = {"images": images, "annotations": boxes, "categories": [{"id": 1, "name": "cat"}]}
     (folder / "data" / "boxes.json").write_text(json.dumps(content))
     data = {"train": str(folder / "data" / "boxes.json"), "image_size": 64, "num_workers": 0}
-    return looked(folder, task="object-detection", model={"config": YOLOS}, data=data)
+    return looked(folder, task="object-detection", model={"config": YOLOS}, data=data | changes)
 
 
 def test_images_without_boxes_are_found(tmp_path: Path) -> None:
     assert [each.kind for each in of_boxes(tmp_path, lambda number: number % 4 == 0).findings] == ["no_boxes"]
 
 
-def test_images_with_boxes_have_no_finding(tmp_path: Path) -> None:
-    assert of_boxes(tmp_path, lambda number: number % 4 > 0).findings == []
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_images_with_boxes_have_no_finding(tmp_path: Path, shuffle: bool) -> None:
+    assert of_boxes(tmp_path, lambda number: number % 4 > 0, shuffle=shuffle).findings == []
 
 
 def test_black_images_are_found(tmp_path: Path) -> None:
