@@ -263,7 +263,7 @@ def _resolve_folder(name: str, folder: Path, data: Data, key: str) -> Source:
             f"found: {_suffix_counts(paths) or 'nothing'})"
         )
     if data.lines != "folder_names":
-        _refuse_held_out_files(name, folder, files, data, key)
+        refuse_held_out_files(name, folder, files, data, key)
     left_out = sorted({*paths} - {*files, *(each for file in files for each in companions_of(file))})
     notes: tuple[str, ...] = (
         (f"{name}: left out {format_count(len(left_out), 'file')} of other kinds ({_suffix_counts(left_out)})",)
@@ -309,7 +309,7 @@ def _load_saved_dataset(name: str, folder: Path, data: Data, key: str) -> Source
     return _describe_dataset(name, saved)
 
 
-def _refuse_held_out_files(name: str, folder: Path, files: list[Path], data: Data, key: str) -> None:
+def refuse_held_out_files(name: str, folder: Path, files: list[Path], data: Data, key: str) -> None:
     """Refuse a folder with both training and held-out files: `train.bin` and `val.bin`, `train/` and `test/`.
 
     Training on this folder would train on the evaluation data. Of texts, only .txt files with a training part count: a

@@ -157,8 +157,9 @@ class Data(Section):
     train: str | tuple[str, ...] | tuple[WeightedSource, ...]
     """Training data: embedded data, a path, or a data set name. Embedded data are `python-stdlib`, `stdlib-functions`,
     `digits`, and others. A path is a file, glob, or folder. Formats: txt, md, py, jsonl, csv, parquet, conll, SQuAD's
-    json, bin, ds, mds, npz. Images are in folders by class, or together with masks. Several names are read as one. For
-    a mixture, give each source its weight: `[{source: web/*.jsonl, weight: 0.7}, {source: code, weight: 0.3}]`.
+    json, bin, ds, mds, npz, tar (WebDataset). Images are in folders by class, or together with masks. Several names are
+    read as one. For a mixture, give each source its weight: `[{source: web/*.jsonl, weight: 0.7}, {source: code,
+    weight: 0.3}]`.
     """
     eval: Annotated[
         str | tuple[str, ...] | dict[str, str | tuple[str, ...]] | None, AfterValidator(_sets_with_names)

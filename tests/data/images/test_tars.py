@@ -1,0 +1,192 @@
+"""Images in WebDataset tars: listed from headers, kept in the cache, read in place, and trained on like files."""
+
+import json
+import os
+import shutil
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from accel_train.core.errors import DataError
+from accel_train.data.images import tars
+from accel_train.data.images.images import ImagePool, Target, held_out, inspect_images
+from accel_train.data.images.pools import read_pools
+from accel_train.data.images.tars import list_samples
+from accel_train.tasks.image_classification.config import ImageClassificationData
+from tests.support.comparisons import assert_same_bits_of_runs
+from tests.support.marks import slow
+from tests.support.runs import forget, run, write_yaml
+from tests.support.tars import (
+    NUM_IMAGES,
+    PER_TAR,
+    pictures,
+    recipe_of_images,
+    write_class_folders,
+    write_shards,
+    write_tar,
+)
+from tests.support.wording import raises_golden
+
+STEPS = 6
+
+
+def read(train: Path | str, **data: Any) -> ImagePool:
+    section = ImageClassificationData(train=str(train), **data)
+    return read_pools(section.train, section, "data.train", Target(section.label_column, is_mask=False))
+
+
+@pytest.mark.parametrize("name", [".", "*.tar", "2.tar"])
+def test_a_folder_a_glob_and_a_file_hold_the_bytes_and_the_labels_of_the_images(tmp_path: Path, name: str) -> None:
+    shards = write_shards(tmp_path / "shards")
+    pool = read(shards / name)
+    expected = pictures() if name != "2.tar" else pictures()[2 * PER_TAR : 3 * PER_TAR]
+    assert [pool.images.content(number) for number in range(len(pool.images))] == [each for _, each in expected]
+    assert pool.labels == [label for label, _ in expected]
+    assert pool.images.where(len(expected) - 1).startswith(str(shards))
+
+
+def test_images_are_named_by_tar_position_and_member(tmp_path: Path) -> None:
+    shards = write_shards(tmp_path)
+    assert read(shards).images.where(PER_TAR + 2) == f"{shards / '1.tar'}, sample 3 (008.png)"
+
+
+def test_the_held_out_images_are_those_of_the_same_files_in_folders(tmp_path: Path) -> None:
+    ours, theirs = (
+        inspect_images(read(make(tmp_path / make.__name__)).images) for make in (write_shards, write_class_folders)
+    )
+    assert ours.tolist() == theirs.tolist()
+    assert 0 < held_out(ours, 0.2).sum() < NUM_IMAGES
+
+
+def test_a_label_is_of_json_or_cls_or_txt_in_this_order(tmp_path: Path) -> None:
+    image = pictures()[0][1]
+    record = json.dumps({"label": "cat", "species": "lynx"}).encode()
+    every = [("a.txt", b"text\n"), ("a.cls", b"7\n"), ("a.json", record), ("a.png", image)]
+    for column, left_out, expected in (
+        ("label", (), "cat"),
+        ("species", (), "lynx"),
+        ("other", (), 7),
+        ("label", ("a.json",), 7),
+        ("label", ("a.json", "a.cls"), "text"),
+        ("label", ("a.json", "a.cls", "a.txt"), None),
+    ):
+        path = write_tar(tmp_path / "one.tar", [each for each in every if each[0] not in left_out])
+        assert list_samples(path, column)["labels"] == [expected], (column, left_out)
+
+
+def test_a_sample_is_the_files_with_one_name_up_to_the_first_dot_and_hidden_files_are_left_out(tmp_path: Path) -> None:
+    image = pictures()[0][1]
+    members = [("a/1.seg.png", b""), ("a/1.PNG", image), ("a/1.cls", b"0"), ("b/1.jpg", image), ("b/1.cls", b"1")]
+    found = list_samples(write_tar(tmp_path / "x.tar", [("a/._1.png", b""), *members]), "label")
+    assert (found["names"], found["labels"]) == (["a/1.PNG", "b/1.jpg"], [0, 1])
+
+
+def test_a_second_start_reads_no_header_until_a_tar_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shards, listed = write_shards(tmp_path / "shards"), list[str]()
+
+    def counted(path: Path, column: str | None) -> Any:
+        listed.append(path.name)
+        return list_samples(path, column)
+
+    monkeypatch.setattr(tars, "list_samples", counted)
+    first = read(shards, cache_dir=str(tmp_path))
+    assert sorted(listed) == ["0.tar", "1.tar", "2.tar", "3.tar"]
+    again = read(shards, cache_dir=str(tmp_path))
+    assert len(listed) == 4
+    assert (again.labels, again.images.stamp()) == (first.labels, first.images.stamp())
+    path, (_, image) = shards / "1.tar", pictures()[-1]
+    write_tar(path, [("new.cls", b"2"), ("new.png", image)])
+    os.utime(path, ns=(1, 1))
+    changed = read(shards, cache_dir=str(tmp_path))
+    assert listed[4:] == ["1.tar"]
+    assert len(changed.images) == NUM_IMAGES - PER_TAR + 1
+    assert changed.images.content(PER_TAR) == image
+
+
+def test_listing_reads_no_image(tmp_path: Path) -> None:
+    """The images are holes of 2 GB in a sparse file."""
+    path, size = tmp_path / "large.tar", 2**31
+    with path.open("wb") as file:
+        for name in ("a", "b"):
+            for ending, length in ((".cls", 1), (".png", size)):
+                member = tarfile.TarInfo(name + ending)
+                member.size = length
+                file.write(member.tobuf(tarfile.USTAR_FORMAT) + b"1".ljust(512, b"\0")[: 512 if length == 1 else 0])
+            file.seek(size, os.SEEK_CUR)
+        file.truncate(file.tell() + 1024)
+    found = list_samples(path, "label")
+    assert (found["names"], found["labels"]) == (["a.png", "b.png"], [1, 1])
+    assert [length for _, length in found["spans"]] == [size, size]
+
+
+def test_a_tar_that_is_cut_damaged_or_compressed_is_refused_by_name_and_position(tmp_path: Path) -> None:
+    path = write_shards(tmp_path) / "1.tar"
+    whole, third = path.read_bytes(), list_samples(path, "label")["spans"][2]
+    after_third = -(-sum(third) // 512) * 512
+    for case, content in (
+        ("between samples", whole[:after_third]),
+        ("in a header", whole[: after_third + 100]),
+        ("damaged header", whole[:after_third] + b"x" * 512 + whole[after_third + 512 :]),
+        ("no tar", b"nonsense" * 200),
+        ("empty", b""),
+    ):
+        path.write_bytes(content)
+        with raises_golden(DataError, case=case):
+            read(tmp_path)
+    path.write_bytes(whole[: sum(third) - 1])
+    pool = read(tmp_path)
+    assert len(pool.images) == NUM_IMAGES - 3
+    with raises_golden(DataError, case="within an image"):
+        pool.images.content(PER_TAR + 2)
+    path.rename(tmp_path / "1.tar.gz")
+    for name in (tmp_path, tmp_path / "1.tar.gz", tmp_path / "*.tar.gz"):
+        with pytest.raises(ValueError, match=r"\.tar\.gz: is compressed"):
+            read(name)
+
+
+def test_samples_without_one_image_and_training_next_to_held_out_tars_are_refused(tmp_path: Path) -> None:
+    image = pictures()[0][1]
+    for case, members in (
+        ("none", [("a.cls", b"1")]),
+        ("two", [("a.jpg", image), ("a.png", image)]),
+        ("no mapping", [("a.json", b"[1]"), ("a.png", image)]),
+    ):
+        with raises_golden(DataError, case=case):
+            read(write_tar(tmp_path / "one.tar", members))
+    for name in ("train", "val"):
+        shutil.copy(write_tar(tmp_path / "one.tar", [("a.cls", b"1"), ("a.png", image)]), tmp_path / f"{name}-00.tar")
+    (tmp_path / "one.tar").unlink()
+    with pytest.raises(ValueError, match=r"holds val-00\.tar next to training files"):
+        read(tmp_path)
+
+
+def trained(folder: Path, name: str, data: Path, processes: int, workers: int, *, is_stopped: bool = False) -> Path:
+    recipe = recipe_of_images(
+        folder,
+        name,
+        data,
+        data={"eval_fraction": 0.2, "num_workers": workers, "augment": {"mixup_alpha": 0.2}},
+        batch={"global_batch_size": 8},
+        schedule={"max_steps": STEPS},
+        evaluate={"every_steps": 3},
+        checkpoint={"every_steps": 3},
+    )
+    path = write_yaml(folder / f"{name}.yaml", recipe)
+    run(path, processes=processes)
+    if is_stopped:
+        forget(Path(recipe["output_dir"]), STEPS)
+        run(path, processes=processes)
+    return Path(recipe["output_dir"])
+
+
+@pytest.mark.parametrize("processes", [1, slow(2)])
+def test_a_run_on_tars_is_the_run_on_files_to_the_bit_with_readers_and_after_a_resume(
+    tmp_path: Path, processes: int
+) -> None:
+    files = trained(tmp_path, "files", write_class_folders(tmp_path / "classes"), processes, 0)
+    shards = write_shards(tmp_path / "shards")
+    for workers in (0, 2):
+        run_on_tars = trained(tmp_path, f"tars-{workers}", shards, processes, workers, is_stopped=workers == 2)
+        assert_same_bits_of_runs(run_on_tars, files, STEPS)
