@@ -161,6 +161,8 @@ class TaskData:
     seeds_reading: bool = False
     """Whether samples or `collate` use the process's random generators. They are then seeded before each micro-batch.
     """
+    max_broken: int = 0
+    """Number of different training samples that may fail with DataError. Above 0, each sample must be one target."""
     lengths: "NDArray[np.int64] | None" = None
     """Number of tokens of each training sample, required by `data.group_by_length`."""
     lengths_vary: bool = False

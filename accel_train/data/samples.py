@@ -2,12 +2,13 @@
 
 import random
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 
-from accel_train.core.errors import SettingError
+from accel_train.core.errors import DataError, SettingError
 from accel_train.data.labels import is_missing
 
 
@@ -47,6 +48,29 @@ def fetch(dataset: Any, indices: list[int]) -> Sequence[Any]:
     """Return samples by index, in one call if the data set offers torch's `__getitems__`."""
     many = getattr(dataset, "__getitems__", None)
     return many(indices) if many is not None else [dataset[index] for index in indices]
+
+
+def fetch_readable(dataset: Any, indices: Iterable[int]) -> tuple[list[Any], list[str]]:
+    """Return the samples that can be read, and the errors of the others."""
+    samples, faults = list[Any](), list[str]()
+    for index in indices:
+        try:
+            samples += fetch(dataset, [index])
+        except DataError as error:
+            faults.append(str(error))
+    return samples, faults
+
+
+def first_readable(dataset: Any, most_broken: int) -> Sequence[Any]:
+    """Return the first sample that can be read.
+
+    Raises:
+        DataError: none of the first `most_broken` + 1 samples can be read.
+    """
+    for number in range(most_broken):
+        with suppress(DataError):
+            return fetch(dataset, [number])
+    return fetch(dataset, [most_broken])
 
 
 def held_out_units(hashes: Sequence[int], classes: Sequence[int], fraction: float) -> list[bool]:

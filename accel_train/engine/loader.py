@@ -30,6 +30,7 @@ from accel_train.core.state import Choice, Choices
 from accel_train.data.cache import DigestCheck
 from accel_train.data.samples import Drawn, SeededReads, fetch
 from accel_train.engine.block_order import SHARDS_AHEAD, BlockOrder
+from accel_train.engine.broken import FAULTS, collate_readable
 from accel_train.engine.mixed_order import MixedOrder
 from accel_train.engine.mixture import WithSources, collate_with_sources
 from accel_train.engine.step import MicroBatch
@@ -97,6 +98,9 @@ def _read_order(run: "RunContext", first_step: int) -> Steps:
     collate = data.collate
     if isinstance(order, MixedOrder) and run.plan.task.counted is not None:
         dataset, collate = WithSources(dataset, order), partial(collate_with_sources, data.collate)
+    if data.max_broken:
+        # The function reads the samples itself.
+        dataset, collate = range(sys.maxsize), partial(collate_readable, dataset, collate, data.max_broken)
     # Number of micro-batches and of fillers, for each step that the readers have started. Readers run ahead.
     counts: deque[tuple[int, int]] = deque()
 
@@ -118,7 +122,7 @@ def _read_order(run: "RunContext", first_step: int) -> Steps:
             if fillers:
                 yield from [step_samples(step)[:1].tolist()] * fillers
 
-    micro_batches = read_batches(dataset, collate, index_lists(), run.accelerator.device, run.plan.reading)
+    micro_batches = read_batches(dataset, collate, index_lists(), run.accelerator.device, run.plan.reading, run.faults)
     for step in steps():
         first = next(micro_batches)  # readers append to `counts` before they read
         count, fillers = counts.popleft()
@@ -302,9 +306,14 @@ def usable_cores(cgroup: Path = Path("/proc/self/cgroup"), root: Path = Path("/s
 
 
 def read_batches(
-    dataset: "Dataset[Any]", collate: Collate, index_lists: Iterator[list[int]], device: torch.device, reading: Reading
+    dataset: "Dataset[Any]",
+    collate: Collate,
+    index_lists: Iterator[list[int]],
+    device: torch.device,
+    reading: Reading,
+    faults: set[str] | None = None,
 ) -> Iterator[MicroBatch]:
-    """Yield the samples of each list of indices as a micro-batch on the device.
+    """Yield the samples of each list of indices as a micro-batch on the device. Add errors of broken ones to `faults`.
 
     Raises:
         RuntimeError: a worker died, or returned no batch within `reading.timeout_seconds`.
@@ -329,6 +338,8 @@ def read_batches(
         batches = _from_workers(loader)
     for batch in batches:
         num_targets = checked_count(batch.pop("num_targets", None))
+        if faults is not None:
+            faults.update(batch.pop(FAULTS, ()))
         yield to_device(batch, device, pin=reading.pin_memory and reading.num_workers == 0), num_targets
 
 

@@ -263,6 +263,10 @@ class RunContext:
     """Contents of summary.json if the same run has already finished. Then nothing is trained, evaluated, or written."""
     out_of_memory: str = ""
     """Allocator's error if this process ran out of memory in the last step (DDP) and the others do not know it yet."""
+    faults: set[str] = field(default_factory=set)
+    """Errors of the broken samples that this process has read."""
+    broken: set[str] = field(default_factory=set)
+    """Errors of the broken samples that any process has read, as all processes have counted them."""
     changes: Sequence[Change] = ()
     """Settings that differ from the checkpoint's."""
 

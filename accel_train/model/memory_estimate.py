@@ -13,7 +13,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from accel_train.core.errors import first_line
-from accel_train.data.samples import Drawn, fetch
+from accel_train.data.samples import Drawn, fetch, first_readable
 from accel_train.model.fake_step import OF_FSDP2, WHOLE, Holding, simulate_step
 from accel_train.model.fake_step import take_shapes_only as take_shapes_only
 from accel_train.model.freeze import check_rows_train
@@ -99,8 +99,12 @@ def largest_samples(data: TaskData, seed: int, count: int) -> Sequence[Any]:
         longest = np.argsort(data.lengths)[::-1][:count].tolist()
         indices = (longest * count)[:count]
     else:
-        indices = [0] * count if data.draw is None or data.shards else [number % num_samples for number in range(count)]
-    return fetch(data.train if data.draw is None else Drawn(data.draw, seed, num_samples), indices)
+        is_first = data.draw is None or data.shards
+        indices = [0] * count if is_first else [number % num_samples for number in range(count)]
+    dataset = data.train if data.draw is None else Drawn(data.draw, seed, num_samples)
+    if data.max_broken:
+        return [*first_readable(dataset, data.max_broken)] * count
+    return fetch(dataset, indices)
 
 
 def build_without_weights(recipe: Recipe, task: Task, data: TaskData) -> nn.Module:

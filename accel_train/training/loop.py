@@ -4,6 +4,7 @@ import torch
 
 from accel_train.core.errors import Preempted
 from accel_train.core.state import StepResult
+from accel_train.engine.broken import count_broken
 from accel_train.engine.loader import training_batches
 from accel_train.engine.run import RunContext
 from accel_train.engine.save import raise_save_error, report_saves, save_run, saves_finished
@@ -102,6 +103,7 @@ def account(run: RunContext, result: StepResult, micro_batches: list[MicroBatch]
     """
     if result.ran_out_of_memory:
         raise undo_step(run, result)
+    count_broken(run, result)
     decision = run.guard.decide(result)
     run.state.num_targets_seen += result.num_targets
     run.observer.on_step(result, result.learning_rate)

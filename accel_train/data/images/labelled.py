@@ -11,6 +11,7 @@ from PIL import Image
 from accel_train.core.files import digest64
 from accel_train.data.images.boxes import Boxes
 from accel_train.data.images.images import (
+    BROKEN,
     INSPECTED_LIMIT,
     ArrayImages,
     ImagePool,
@@ -100,12 +101,14 @@ def divide_pools(pool: ImagePool, other: ImagePool | None, data: Data) -> ImageS
     Raises:
         ValueError: an image is broken, or no training image is left.
     """
-    digests = _look_at(pool.images, needed=other is None and data.eval_fraction > 0)
+    most_broken = getattr(data, "max_broken", 0)
+    digests = _look_at(pool.images, needed=other is None and data.eval_fraction > 0, most_broken=most_broken)
     description, contents, notes = pool.description, [_identity(pool, digests)], list(pool.notes)
     train = _rows(pool, np.arange(len(pool.images)))
     held: ImageRows | None = train
     if other is None:
         chosen = np.zeros(len(pool.images), dtype=bool) if digests is None else _chosen(digests, pool, data)
+        chosen &= digests != BROKEN
         if chosen.all():
             raise ValueError(
                 f"no training images are left: all {len(chosen)} fall into data.eval_fraction={data.eval_fraction} "
@@ -174,9 +177,9 @@ def parts_of_classes(root: Path) -> dict[Part, Path]:
     return parts if parts and any(entry.is_dir() for entry in parts["train"].iterdir()) else {}
 
 
-def _look_at(images: Images, *, needed: bool) -> NDArray[np.uint64] | None:
+def _look_at(images: Images, *, needed: bool, most_broken: int = 0) -> NDArray[np.uint64] | None:
     """Return the digest of each image, or None for more than 20,000 images unless the split needs them."""
-    return inspect_images(images) if needed or len(images) <= INSPECTED_LIMIT else None
+    return inspect_images(images, most_broken) if needed or len(images) <= INSPECTED_LIMIT else None
 
 
 def _identity(pool: ImagePool, digests: NDArray[np.uint64] | None) -> str:

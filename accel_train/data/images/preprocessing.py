@@ -14,6 +14,7 @@ from accel_train.core.json_io import parse_json
 from accel_train.core.state import JsonRecord
 from accel_train.data.images.decoding import Mode, to_mode
 from accel_train.data.images.images import Images, evenly_spaced
+from accel_train.data.samples import fetch_readable
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -174,7 +175,7 @@ def height_width(size: Size) -> tuple[int, int]:
 def note_of_lost_colours(images: Images, preprocessing: Preprocessing) -> tuple[str, ...]:
     """Return a note if the model takes only grayscale and one of eight inspected images has colors."""
     looked_at = evenly_spaced(len(images), 0 if preprocessing.mode == "RGB" else _NUM_LOOKED_AT)
-    if all(images[index].mode in _GREY_MODES for index in looked_at):
+    if all(image.mode in _GREY_MODES for image in fetch_readable(images, looked_at)[0]):
         return ()
     return (
         "colours are lost: the model takes 1 channel (model.config.num_channels), so images are made grey; "

@@ -3,10 +3,16 @@
 from accel_train.core.metric_names import OF_CLASSES
 from accel_train.recipe.data import ClassData, ImageData
 from accel_train.recipe.tasks import TaskSpec
+from accel_train.recipe.values import NonNegativeInt
 
 
 class ImageClassificationData(ImageData, ClassData):
     """Settings of `data` for image classification."""
+
+    max_broken: NonNegativeInt = 0
+    """Number of different training images that may turn out broken before the run stops. A broken image has weight 0,
+    and its step keeps the others. Images that any process has met since the start or the last resume count.
+    """
 
 
 SPEC = TaskSpec(
@@ -30,7 +36,7 @@ SPEC = TaskSpec(
     targets="images",
     gives="class",
     learns="name the class of an image",
-    takes="folders of images by class, tables, arrays",
+    takes="folders of images by class, tables, arrays, WebDataset tars",
     finetune=True,
     auto="AutoModelForImageClassification",
     pipeline="image-classification",

@@ -1,6 +1,7 @@
 """Image classification: predict one class per image with any image classifier of transformers."""
 
 import warnings
+from contextlib import suppress
 from functools import partial
 
 import numpy as np
@@ -9,6 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING, AutoModelForImageClassification
 
+from accel_train.core.errors import DataError
 from accel_train.data.images.decoding import to_mode
 from accel_train.data.images.first_format import FIELDS, first_repr
 from accel_train.data.images.images import evenly_spaced, text_digest
@@ -92,6 +94,7 @@ print(model.config.id2label[int(scores.argmax())], scores.max().item())"""
             facts=facts,
             reading_is_free=sets.decoded and seen_as_it_is,
             source=source,
+            max_broken=data.max_broken,
             draw=None if seen_as_it_is else partial(draw_sample, train, settings),
             where=sets.train.where,
         )
@@ -179,8 +182,10 @@ def _thumbnails(images: ImageRows) -> tuple[NDArray[np.float32], NDArray[np.int6
     """Return (n, 64) gray values in [0, 1] and (n,) labels of at most _BASELINE_IMAGES of the images."""
     chosen = evenly_spaced(len(images), _BASELINE_IMAGES)
     size = (_THUMBNAIL_EDGE, _THUMBNAIL_EDGE)
-    rows = [
-        np.asarray(to_mode(images.image(index), "L", images.where(index)).resize(size), dtype=np.float32)
-        for index in chosen
-    ]
-    return np.stack(rows).reshape(len(chosen), -1) / np.float32(255), images.labels[chosen]
+    rows, labels = [], []
+    for index in chosen:
+        with suppress(DataError):  # counted in training
+            image = to_mode(images.image(index), "L", images.where(index)).resize(size)
+            rows.append(np.asarray(image, dtype=np.float32))
+            labels.append(images.labels[index])
+    return np.stack(rows).reshape(len(rows), -1) / np.float32(255), np.array(labels)
