@@ -32,7 +32,6 @@ def read_pools(names: Any, data: ImageData, key: str, target: Target) -> ImagePo
         raise ValueError(f"{key} is empty; name a folder {known}")
     if len({pool.names for pool in pools}) > 1:
         raise ValueError(f"{key}: its sources do not agree on the names of the classes; say data.label_names")
-    ids = [name for pool in pools for name in pool.ids or map(pool.images.where, range(len(pool.images)))]
     all_masks = [pool.masks for pool in pools if pool.masks is not None]
     return ImagePool(
         join_images([pool.images for pool in pools]),
@@ -40,7 +39,9 @@ def read_pools(names: Any, data: ImageData, key: str, target: Target) -> ImagePo
         [label for pool in pools for label in pool.labels],
         masks=join_images(all_masks) if all_masks else None,
         names=pools[0].names,
-        ids=ids if any(pool.ids for pool in pools) else None,
+        ids=[name for pool in pools for name in pool.ids or map(pool.images.where, range(len(pool.images)))]
+        if any(pool.ids for pool in pools)
+        else None,
         notes=tuple(note for pool in pools for note in pool.notes),
     )
 

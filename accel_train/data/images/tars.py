@@ -103,28 +103,24 @@ def tars_pool(name: str, tars: Sequence[Path], data: Data, column: str | None) -
     folder.mkdir(parents=True, exist_ok=True)
     # One process lists the samples; the others read its result.
     with cache.lock(folder / "lock"):
-        found = in_threads(partial(_samples_of, folder, column), tars)
-    images = join_images(
-        [
-            TarImages(path, np.array(each["names"], np.str_), np.array(each["spans"]).reshape(-1, 2), each["stamp"][1])
-            for path, each in zip(tars, found)
-        ]
-    )
+        found = in_threads(partial(_read_tar, folder, column), tars)
+    images = join_images([each for each, _ in found])
     return ImagePool(
         images,
         f"{name}: {format_count(len(images), 'image')} in {format_count(len(tars), 'tar')}",
-        [label for each in found for label in each["labels"]],
+        [label for _, labels in found for label in labels],
     )
 
 
-def _samples_of(folder: Path, column: str | None, path: Path) -> JsonRecord:
-    """Return the samples of a tar as `folder` keeps them, or list and keep them."""
+def _read_tar(folder: Path, column: str | None, path: Path) -> tuple[TarImages, list[Any]]:
+    """Return the images of a tar and their labels, as `folder` keeps them, or list and keep them."""
     stamp = cache.stamp_of(path)
     kept = folder / f"{json_digest([_FORMAT, path.resolve(), stamp, column])}.json"
     if (found := cache.read_json(kept)) is None:
-        found = {"stamp": stamp, **list_samples(path, column)}
+        found = list_samples(path, column)
         write_plain_json(kept, found, durable=False)
-    return found
+    names, spans = np.array(found["names"], np.str_), np.array(found["spans"], np.int64).reshape(-1, 2)
+    return TarImages(path, names, spans, stamp[1]), found["labels"]
 
 
 def list_samples(path: Path, column: str | None) -> JsonRecord:

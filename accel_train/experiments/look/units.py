@@ -44,7 +44,7 @@ _NEAR = 0.8
 _LABELS = re.compile(r"(soft_)?labels?|targets?|class_ids|boxes|label_sizes|y")
 """Names of tensors that a model is not given to read."""
 _KEYS = np.random.default_rng(0).integers(1, 2**63, (2, 32), np.uint64)
-_PLACE = re.compile(r":\d+$|, row \d+$| [\d,]+$")
+_PLACE = re.compile(r":\d+$|, row \d+$|, sample \d+ \(.*\)$| [\d,]+$")
 """Place in a file, after its name."""
 _WRONG_ENCODING = re.compile("\\S\ufffd+\\S|Ã[\x80-\xbf]|Â[\xa0-\xbf]|â€")
 """A character that could not be decoded, and UTF-8 read as Latin-1 or cp1252."""
