@@ -116,6 +116,11 @@ class HFTask(Task):
         batches.
         """
         args = self.trainer.args
+        if first_step and self.flow.run is not None:
+            self.flow.run.observer.note(
+                f"train_dataset is read in order: reading {first_step} steps again. If they hold the same samples, the "
+                "resume is exact"
+            )
         for number, step in enumerate(islice(self._steps(), first_step, self.length.max_steps), first_step):
             own = step[args.process_index :: args.world_size]
             wanted = 1 if self.trainer.strategy.is_replicated else -(-len(step) // args.world_size)

@@ -321,13 +321,18 @@ RESUMED: dict[str, tuple[Any, Any, Given]] = {
 
 
 @pytest.mark.parametrize("case", RESUMED)
-def test_a_resume_goes_on_as_if_it_had_not_stopped(tmp_path: Path, case: str) -> None:
+def test_a_resume_goes_on_as_if_it_had_not_stopped(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], case: str
+) -> None:
     make_model, data, given = RESUMED[case]
     args = {**every(4, "save"), **given}
     whole = trained(tmp_path, make_model(), data, **args)
     for workers in (0, 1) if case == "collator" else (0,):
         again = made(tmp_path, make_model(seed=3), data, **args, dataloader_num_workers=workers)
+        capsys.readouterr()
         result = again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))  # a link to step-00000004
+        is_told = "train_dataset is read in order: reading 4 steps again" in capsys.readouterr().out
+        assert is_told == (case == "stream")
         assert difference(whole.model, again.model) == 0
         assert result.global_step == whole.state.global_step
         assert result.metrics["train_samples_per_second"] > 0
