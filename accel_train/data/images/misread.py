@@ -171,7 +171,8 @@ _SUFFIXES = {f".{name}": kind for kind, names in (("audio", _AUDIO), ("video", _
 _TABLES = (".csv", ".tsv", ".jsonl", ".json", ".parquet")
 _LISTED = 1_000
 _AS_TABLE = (
-    "write a table: datasets.load_dataset('webdataset', data_files='*.tar', split='train').to_parquet('train.parquet')"
+    "name its tars as data.train in a recipe for image-classification, or write a table: "
+    "datasets.load_dataset('webdataset', data_files='*.tar', split='train').to_parquet('train.parquet')"
 )
 NO_TASK = "accel_train has no task for {0}. Use the {0} models of transformers"
 

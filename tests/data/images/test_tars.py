@@ -4,9 +4,12 @@ import json
 import os
 import shutil
 import tarfile
+import time
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from accel_train.core.errors import DataError
@@ -169,6 +172,49 @@ def test_samples_without_one_image_and_training_next_to_held_out_tars_are_refuse
     (tmp_path / "one.tar").unlink()
     with pytest.raises(ValueError, match=r"holds val-00\.tar next to training files"):
         read(tmp_path)
+
+
+def test_a_tar_that_is_gone_or_no_file_is_named_with_the_position(tmp_path: Path) -> None:
+    images = read(write_shards(tmp_path)).images
+    (tmp_path / "1.tar").unlink()
+    with raises_golden(DataError, case="gone"):
+        images.content(PER_TAR)
+    (tmp_path / "1.tar").mkdir()
+    with raises_golden(DataError, case="a folder"):
+        images.content(PER_TAR + 1)
+    with raises_golden(DataError, case="at the start"):
+        read(tmp_path / "*.tar")
+    assert images.content(0) == pictures()[0][1]
+
+
+@pytest.mark.slow
+def test_each_of_100_000_samples_in_100_tars_is_found_with_little_memory(tmp_path: Path) -> None:
+    """Images are holes of 20 kB that begin with their number."""
+    each, size, folder = 1_000, 20_000, tmp_path / "shards"
+    folder.mkdir()
+    for tar in range(100):
+        with (folder / f"{tar:03d}.tar").open("wb") as file:
+            for number in range(tar * each, (tar + 1) * each):
+                for ending, content, length in ((".cls", b"%d" % (number % 10), 1), (".jpg", b"%d " % number, size)):
+                    member = tarfile.TarInfo(f"{number:08d}{ending}")
+                    member.size = length
+                    start = file.tell() + 512
+                    file.write(member.tobuf(tarfile.USTAR_FORMAT) + content)
+                    file.seek(start + -(-length // 512) * 512)
+            file.truncate(file.tell() + 1024)
+    for which in ("first", "second"):
+        began = time.perf_counter()
+        tracemalloc.start()
+        pool = read(folder, cache_dir=str(tmp_path))
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        print(f"{which} start: {time.perf_counter() - began:.1f} s, {peak / 1e6:.1f} MB")
+        assert peak < 20e6
+        assert pool.labels == [number % 10 for number in range(100 * each)]
+    for number in np.random.default_rng(0).permutation(100 * each)[:500].tolist():
+        image = pool.images.content(number)
+        assert isinstance(image, bytes)
+        assert (int(image.split(b" ")[0]), len(image)) == (number, size)
 
 
 def trained(folder: Path, name: str, data: Path, processes: int, workers: int, *, is_stopped: bool = False) -> Path:
