@@ -13,7 +13,7 @@ from accel_train.engine.broken import collate_readable
 from accel_train.engine.loader import Reading, read_batches
 from accel_train.tasks.image_classification.config import ImageClassificationData
 from accel_train.tasks.image_classification.data import read_labelled_images
-from tests.support.runs import events, losses, run, train_recipe, write_yaml
+from tests.support.runs import events, losses, run, write_yaml
 from tests.support.tars import NUM_IMAGES, PER_TAR, recipe_of_images, write_shards
 
 BROKEN = (8, 23)
@@ -85,7 +85,7 @@ def test_each_step_has_the_mean_loss_of_its_other_samples_on_any_number_of_proce
 ) -> None:
     whole = write_shards(tmp_path / "whole")
     one_by_one = recipe(tmp_path, "single", whole, batch=1)
-    train_recipe(one_by_one)
+    run(write_yaml(tmp_path / "single.yaml", one_by_one))
     alone = losses(Path(one_by_one["output_dir"]))
     shards = break_shards(tmp_path / "broken")
     section = recipe(tmp_path, "run", shards, workers=workers, max_broken=2, eval=str(whole))

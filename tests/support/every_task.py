@@ -43,7 +43,7 @@ def of_boxes(folder: Path) -> dict[str, Any]:
 
 
 def of_images(config: Mapping[str, Any], **data: Any) -> Callable[[Path], dict[str, Any]]:
-    return lambda folder: {"model": {"config": config}, "tokenizer": "auto", "data": data}
+    return lambda folder: {"model": {"config": config}, "tokenizer": "auto", "data": {**data}}
 
 
 LARGE_LABELS = of_texts("text-classification", label=lambda number: round(1000.3 + 0.05 * (number % 32), 2))
