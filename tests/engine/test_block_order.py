@@ -14,8 +14,15 @@ SIZES = np.random.default_rng(0).integers(0, 40, 50)
 
 def order(batch: int = 12, shuffle: bool = True, sizes: Any = SIZES, **settings: Any) -> BlockOrder:
     return BlockOrder(
-        len(sizes) << 32, batch, 3, shuffle, num_shards=len(sizes), about_samples=900, counts=lambda n: sizes[n], **settings
-    )  # fmt: skip
+        len(sizes) << 32,
+        batch,
+        3,
+        shuffle,
+        num_shards=len(sizes),
+        about_samples=900,
+        counts=lambda numbers: sizes[numbers],
+        **settings,
+    )
 
 
 def pairs(samples: Any) -> list[tuple[int, int]]:
