@@ -136,8 +136,7 @@ class _Buffer:
     @property
     def now(self) -> Tensor:
         # get_buffer takes twice as long, and this runs several times per step for each buffer.
-        buffer: Tensor = getattr(self.part, self.name)
-        return buffer
+        return getattr(self.part, self.name)
 
     def differs_from(self, copy: Tensor) -> bool:
         """Return whether any bit differs from `copy`; False if the type or shape has changed, as in a growing cache."""
@@ -200,11 +199,11 @@ class SyncedBatchNorm(nn.modules.batchnorm._BatchNorm):
         shape = [1, -1, *[1] * (input.dim() - 2)]
         values = input.to(torch.promote_types(input.dtype, torch.float32))
         here = values.new_full((1,), input.numel() / input.shape[1])
-        sums = _sum_of_all(torch.cat((values.sum(others), here)))
+        sums = _SumOfAll.apply(torch.cat((values.sum(others), here)))
         count = sums[-1].detach()
         mean = sums[:-1] / count
         centred = values - mean.view(shape)
-        variance = _sum_of_all(centred.square().sum(others)) / count
+        variance = _SumOfAll.apply(centred.square().sum(others)) / count
         self._keep(mean.detach(), variance.detach() * count / (count - 1))
         result = centred * torch.rsqrt(variance + self.eps).view(shape)
         if self.affine:
@@ -220,11 +219,6 @@ class SyncedBatchNorm(nn.modules.batchnorm._BatchNorm):
         weight = self.momentum if self.momentum is not None else (1 / self.num_batches_tracked).to(mean.dtype)
         self.running_mean.lerp_(mean.to(self.running_mean.dtype), weight)
         self.running_var.lerp_(variance.to(self.running_var.dtype), weight)
-
-
-def _sum_of_all(values: Tensor) -> Tensor:
-    total: Tensor = _SumOfAll.apply(values)
-    return total
 
 
 def sync_batch_norms(module: nn.Module) -> int:

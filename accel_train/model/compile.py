@@ -107,10 +107,7 @@ def compile_module(
         compile_backward_at_once()
         by["backend"] = count.or_eager
     for each in compiled:
-        each.compile(
-            dynamic=True if lengths_vary else None,
-            **by,
-        )
+        each.compile(dynamic=True if lengths_vary else None, **by)
     if lengths_vary:
         choice = Choice(
             choice.value, f"{choice.reason}; for any length from the start, because lengths vary in this data"
@@ -228,12 +225,12 @@ def _choose_folder() -> Choice[str]:
     # The disk is full, the permission is missing, or the user has no home folder.
     except (OSError, RuntimeError) as error:
         problem = str(error)
+    why = "compiled code is kept there, for the next start on a machine of this kind"
     if problem:
         folder = Path(tempfile.mkdtemp(prefix="accel-train-compiled-"))
+        why = f"for this start alone: {problem}; or set {CACHE_VARIABLE}"
     os.environ[CACHE_VARIABLE] = str(folder)
-    if problem:
-        return Choice(str(folder), f"for this start alone: {problem}; or set {CACHE_VARIABLE}")
-    return Choice(str(folder), "compiled code is kept there, for the next start on a machine of this kind")
+    return Choice(str(folder), why)
 
 
 def machine_kind() -> str:

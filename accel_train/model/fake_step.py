@@ -17,7 +17,7 @@ from accel_train.model.tensors import FINITE, Replacements, replaced, tensors_in
 from accel_train.model.training_module import checked_loss
 from accel_train.model.weights import FP32_BYTES, fp32_weights, group_weights, parameter_groups
 from accel_train.runtime.private import fake_tensors, watch_operators
-from accel_train.task import Task
+from accel_train.task import Batch, Task
 
 IN_FP32: dict[Any, tuple[str, ...]] = {
     functional: ("layer_norm", "group_norm", "softmax", "log_softmax", "softplus", "cosine_similarity", "interpolate"),
@@ -58,7 +58,7 @@ WHOLE = Holding()
 def simulate_step(
     task: Task,
     model: nn.Module,
-    batch: Mapping[str, Tensor],
+    batch: Batch,
     mixed_precision: str = "no",
     *,
     like_cuda: bool = False,

@@ -13,7 +13,7 @@ from accel_train.core.errors import first_line
 from accel_train.core.format import format_count
 from accel_train.core.state import Choice
 from accel_train.model.freeze import ends_with, matches, matching
-from accel_train.model.tensors import numel
+from accel_train.model.tensors import numel, trained
 from accel_train.recipe.schema import LoRA, Model
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def add_adapters(model: nn.Module, section: LoRA) -> Choice[int]:
         raise ValueError(f"model.lora: {problem}. Leave it out, or name another model") from error
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("lora_" in name or name in whole)
-    count = numel(parameter for parameter in model.parameters() if parameter.requires_grad)
+    count = numel(trained(model).values())
     also = f", and {format_count(len(whole), 'tensor')} trained whole" if whole else ""
     scale = f"scaled by {section.alpha:g} / {section.rank}"
     total = numel(model.parameters())

@@ -5,7 +5,7 @@ the task runs on `FakeTensorMode` tensors in eager mode, and the peak of the liv
 any model and loss, with and without gradient checkpointing. FSDP2's buffers come and go in the same step.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -15,14 +15,13 @@ from torch import Tensor, nn
 from accel_train.core.errors import first_line
 from accel_train.data.samples import Drawn, fetch, first_readable
 from accel_train.model.fake_step import OF_FSDP2, WHOLE, Holding, simulate_step
-from accel_train.model.fake_step import take_shapes_only as take_shapes_only
 from accel_train.model.freeze import check_rows_train
 from accel_train.model.pretrained import pretrained_config, value_of
-from accel_train.model.tensors import numel, without_values
+from accel_train.model.tensors import numel, trained, without_values
 from accel_train.model.weights import embeddings, hidden_matrices
 from accel_train.recipe.optimizer import Optimizer, optimizer_kind
 from accel_train.recipe.schema import Recipe
-from accel_train.task import TASKS, Task, TaskData
+from accel_train.task import TASKS, Batch, Task, TaskData
 
 CUDA_CONTEXT_BYTES = 600 * 2**20
 """Memory of one process for its CUDA context, kernels, and cuBLAS workspaces, in bytes. Recent drivers take 0.5 to 0.7
@@ -60,21 +59,21 @@ def num_moments(section: Optimizer) -> int:
 
 def state_bytes(model: nn.Module, section: Optimizer) -> int:
     """Return the optimizer's state in bytes. A custom optimizer class is counted as AdamW."""
-    weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    trained = numel(weights)
+    weights = trained(model).values()
+    size = numel(weights)
     state = optimizer_kind(section.name).state
     # One row and one column per matrix.
     if state == "rows_and_columns":
         matrices = [weight for weight in weights if weight.dim() > 1]
         factors = sum(matrix.numel() // matrix.shape[dim] for matrix in matrices for dim in (-1, -2))
-        return 4 * (trained - numel(matrices) + factors)
+        return 4 * (size - numel(matrices) + factors)
     # AdamW, with two moments, for every weight that is not a matrix in a block.
     if state == "muon":
-        return 4 * (2 * trained - numel(hidden_matrices(model)))
+        return 4 * (2 * size - numel(hidden_matrices(model)))
     if state == "8_bits":
         whole = {id(weight) for weight in embeddings(model)}
         return sum(_bytes_in_8_bits(weight, whole=id(weight) in whole) for weight in weights)
-    return moment_bytes(section) * num_moments(section) * trained
+    return moment_bytes(section) * num_moments(section) * size
 
 
 def moment_bytes(section: Optimizer) -> int:
@@ -135,7 +134,7 @@ def estimate_memory(
     recipe: Recipe,
     task: Task,
     model: nn.Module,
-    batch: Mapping[str, Tensor],
+    batch: Batch,
     *,
     mixed_precision: str,
     device_type: str,
@@ -153,7 +152,7 @@ def estimate_memory(
     """
     held_bytes = sum(parameter.nbytes for parameter in model.parameters())
     is_fp32 = all(parameter.element_size() == 4 for parameter in model.parameters())
-    trainable = numel(parameter for parameter in model.parameters() if parameter.requires_grad)
+    trainable = numel(trained(model).values())
     section, state = recipe.optimizer, state_bytes(model, recipe.optimizer)
     of_state = {
         "moments": f"{num_moments(section)} x {moment_bytes(section)} bytes each",
@@ -189,9 +188,11 @@ def estimate_memory(
         how = "4 bytes each (fp32)"
         if not holding.keeps_gradients:
             how += ", at the peak of the step" if peak["gradients"] else " after the peak of the step, none at it"
-        parts.append(MemoryPart("gradients", peak["gradients"], "arithmetic", how))
-        parts.append(MemoryPart("activations", peak["activations"], "estimate", eager))
-        parts.append(MemoryPart("logits", peak["logits"], "estimate", "all that is as wide as the vocabulary"))
+        parts += [
+            MemoryPart("gradients", peak["gradients"], "arithmetic", how),
+            MemoryPart("activations", peak["activations"], "estimate", eager),
+            MemoryPart("logits", peak["logits"], "estimate", "all that is as wide as the vocabulary"),
+        ]
         if holding.shard_size > 1:
             parts += (MemoryPart(name, peak[name], "estimate", how) for name, how in OF_FSDP2.items())
     # An operator needs values, or has no fake implementation.

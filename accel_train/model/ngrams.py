@@ -25,6 +25,9 @@ _KNOTS = 9
 # Texts whose n-grams are counted together.
 _TEXTS_AT_ONCE = 64
 
+# Stands for a place without a key. It is sorted after all keys.
+_MISSING = torch.iinfo(torch.long).max
+
 # Keys or table rows of n-grams, and a mask of the places that have one; both (texts, places).
 Block = tuple[Tensor, Tensor]
 
@@ -223,18 +226,18 @@ def _joined(blocks: list[Block]) -> Block:
 
 def _contained(keys: Tensor, mask: Tensor, others: Tensor, other_mask: Tensor) -> Tensor:
     """Return a mask of the keys that are among the other text's keys."""
-    known = torch.where(other_mask, others, torch.iinfo(torch.long).max).sort(dim=1).values
+    known = torch.where(other_mask, others, _MISSING).sort(dim=1).values
     place = torch.searchsorted(known, keys.contiguous()).clamp(max=known.shape[1] - 1)
     return mask & (known.gather(1, place) == keys)
 
 
 def _counted(buckets: Tensor, there: Tensor) -> tuple[Tensor, Tensor]:
     """Return the rows in order, and 1 + the logarithm of each row's count at its first place; 0 elsewhere."""
-    ordered = torch.where(there, buckets, torch.iinfo(torch.long).max).sort(dim=1).values
+    ordered = torch.where(there, buckets, _MISSING).sort(dim=1).values
     is_first = nn.functional.pad(ordered[:, 1:] != ordered[:, :-1], (1, 0), value=True)
     group = is_first.long().cumsum(dim=1) - 1
     counts = torch.zeros_like(ordered).scatter_add_(1, group, torch.ones_like(ordered)).gather(1, group)
-    is_first = is_first & (ordered < torch.iinfo(torch.long).max)
+    is_first = is_first & (ordered < _MISSING)
     return ordered.where(is_first, 0), is_first * (1 + counts.float().log())
 
 

@@ -239,9 +239,7 @@ class StandIns:
 
     def source_of(self, tensor: Tensor) -> FileTensor | None:
         """Return the tensor in a file that a stand-in stands for; None for any other tensor."""
-        if (known := self._known.get(tensor.data_ptr())) is None:
-            return None
-        made, source = known
+        made, source = self._known.get(tensor.data_ptr(), (tensor, None))
         layouts = [(each.shape, each.stride(), each.dtype) for each in (made, tensor)]
         return source if layouts[0] == layouts[1] else None
 
@@ -331,6 +329,11 @@ def unpacked_numel(parameter: Tensor) -> int:
     return 2 * parameter.numel() if parameter.dim() == 2 else 0
 
 
+def trained(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters that are trained, by name."""
+    return {name: each for name, each in model.named_parameters() if each.requires_grad}
+
+
 def numel(tensors: Iterable[Tensor]) -> int:
     """Return the number of elements of some tensors."""
     return sum(each.numel() for each in tensors)
@@ -362,7 +365,7 @@ def is_writable(tensor: Tensor) -> bool:
     return all(stride or size < 2 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
 
 
-def names_not_finite(tensors: Mapping[str, Tensor], *, across_ranks: bool = False) -> list[str]:
+def names_not_finite(tensors: Tensors, *, across_ranks: bool = False) -> list[str]:
     """Return the names of floating-point tensors that hold a NaN or Inf.
 
     With `across_ranks`, all ranks must call this function together, each with its shards under the same names. All get
@@ -405,7 +408,7 @@ def packed(extra: Mapping[str, Any]) -> Tensors:
     return tensors | {name + PACKED: _packed(name, extra[name]) for name in extra.keys() - tensors.keys()}
 
 
-def unpacked(tensors: Mapping[str, Tensor], device: torch.device) -> ExtraState:
+def unpacked(tensors: Tensors, device: torch.device) -> ExtraState:
     """Return the entries of `state_dict` that `packed` made tensors of. Tensors that were not on a CPU go to `device`.
 
     Raises:
@@ -417,7 +420,7 @@ def unpacked(tensors: Mapping[str, Tensor], device: torch.device) -> ExtraState:
     }
 
 
-def load_extra_state(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+def load_extra_state(model: nn.Module, tensors: Tensors) -> None:
     """Restore stored extra state through `load_state_dict`, on the devices of the model's own."""
     if not tensors:
         return

@@ -1,13 +1,12 @@
 """The module whose forward training calls: the model with its task's loss."""
 
-from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from accel_train.core.errors import RecipeError
-from accel_train.task import Task
+from accel_train.task import Batch, Task
 
 
 class TrainingModule(nn.Module):
@@ -24,9 +23,7 @@ class TrainingModule(nn.Module):
         self.base = base
         """Names of frozen weights that checkpoints leave out, because `model.pretrained` has them."""
 
-    def forward(
-        self, batch: Mapping[str, Tensor], wanted: Literal["loss", "counts", "predictions", "part"] = "loss"
-    ) -> Any:
+    def forward(self, batch: Batch, wanted: Literal["loss", "counts", "predictions", "part"] = "loss") -> Any:
         """Return the micro-batch's loss summed over its targets (0-dim), or the other result that `wanted` names.
 
         `counts` are the task's evaluation counts, and `predictions` its predictions by name. `part` is for a task
@@ -37,11 +34,8 @@ class TrainingModule(nn.Module):
             return checked_loss(self.task.loss_sum(self.model, batch))
         if wanted == "part":
             return self.task.global_part(self.model, batch)  # type: ignore[attr-defined]
-        return (
-            self.task.evaluate_batch(self.model, batch)
-            if wanted == "counts"
-            else self.task.predict_batch(self.model, batch)
-        )
+        compute = self.task.evaluate_batch if wanted == "counts" else self.task.predict_batch
+        return compute(self.model, batch)
 
 
 def checked_loss(loss: Any) -> Tensor:

@@ -43,7 +43,6 @@ def build_custom(groups: Groups, section: OptimizerSection, *_: Any) -> torch.op
     found: Any = load_class("optimizer.name", name, "torch.optim.Optimizer")
     if not issubclass(found, torch.optim.Optimizer):
         raise ValueError(f"{setting}: {found.__name__} is not derived from torch.optim.Optimizer; name a class that is")
-    optimizer: torch.optim.Optimizer
     of_adam = {name: getattr(section, name) for name in ("betas", "eps") if name in kind.settings}
     unnamed = []
     for group in groups:

@@ -12,7 +12,7 @@ Where rows are padded, the library reads each mask from the device, in case noth
 """
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,12 +27,14 @@ from accel_train.model.kernels.documents import (
     attend_within_documents,
     device_of,
     document_starts,
+    dtype_of,
     is_document_starts,
     same_document_mask,
     why_no_kernel,
 )
 from accel_train.recipe.schema import Recipe
 from accel_train.runtime.driver import uses_cpu
+from accel_train.task import Batch
 
 CAUSAL_SDPA = "accel_train_causal_sdpa"
 SEQUENCE_SDPA = "accel_train_sequence_sdpa"
@@ -67,8 +69,7 @@ def causal_sdpa(
     if attention_mask is not None and is_document_starts(attention_mask):
         return attend_within_documents(query, key, value, attention_mask, dropout, scaling), None
     if attention_mask is not None:
-        output, weights = sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
-        return output, weights
+        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
     # This equals sdpa_attention_forward without a mask, but skips its lookups: 17 us per layer.
     return attend(query, key, value, dropout, scaling).contiguous(), None
 
@@ -166,7 +167,7 @@ def device_of_run() -> str:
     return "cuda" if torch.cuda.is_available() and not uses_cpu(os.environ) else "cpu"
 
 
-def document_mask(model: torch.nn.Module, batch: Mapping[str, torch.Tensor], *, compiled: bool) -> torch.Tensor:
+def document_mask(model: torch.nn.Module, batch: Batch, *, compiled: bool) -> torch.Tensor:
     """Return the model's attention mask that keeps the documents of a batch apart; see `choose_document_attention`.
 
     With `document_lengths` and per-document attention, the result is the start of each document. Otherwise it is a
@@ -178,10 +179,7 @@ def document_mask(model: torch.nn.Module, batch: Mapping[str, torch.Tensor], *, 
         # A slice of sequences has no mask, because its attention spans the whole sequences.
         if attention == SEQUENCE_SDPA or "document_ids" not in batch:
             return document_starts(lengths)
-        dtype = next(model.parameters()).dtype
-        kind = lengths.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else dtype
-        length = batch["input_ids"].shape[1]
+        dtype, length = dtype_of(next(model.parameters())), batch["input_ids"].shape[1]
         choice = choose_document_attention(attention, config, device, dtype, length, compiled=compiled)
         if choice.value == PER_DOCUMENT:
             return document_starts(lengths)

@@ -196,8 +196,7 @@ def chunked_loss(
         add = None if by_source is None else by_source.at(labels.flatten(), len(kept)).add
         return _ChunkedLoss.apply(hidden, weight, bias, kept, (label_smoothing, z_loss), rows, held, is_fused, add)
 
-    loss: Tensor = _call_with(forward, head, hidden, labels)
-    return loss
+    return _call_with(forward, head, hidden, labels)
 
 
 @torch.compiler.disable
@@ -220,8 +219,7 @@ def chunked_counts(
         return loss, hits
 
     with torch.no_grad():
-        counts: tuple[Tensor, Tensor] = _call_with(forward, head, hidden, labels)
-    return counts
+        return _call_with(forward, head, hidden, labels)
 
 
 def _call_with(forward: Callable[[Tensor, Tensor], Any], head: nn.Linear, hidden: Tensor, labels: Tensor) -> Any:

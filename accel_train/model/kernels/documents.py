@@ -76,7 +76,7 @@ def attend_within_documents(
         scaling: factor of the scores; None: 1 / sqrt(size).
     """
     device, shape = device_of(query), query.transpose(1, 2).shape
-    if device != "cpu" and why_no_kernel(device, _dtype_of(query), shape[3], dropout) is not None:
+    if device != "cpu" and why_no_kernel(device, dtype_of(query), shape[3], dropout) is not None:
         return _under_a_mask(query, key, value, starts, dropout, scaling)
     rows = [each.transpose(1, 2).flatten(0, 1) for each in (query, key, value)]  # (B x T, heads, size)
     compute = _one_by_one if device == "cpu" else _in_one_call
@@ -127,15 +127,14 @@ def _in_one_call(rows: list[Tensor], starts: Tensor, length: int, dropout: float
     from torch.nn.attention import varlen
 
     compute: Any = varlen.varlen_attn
-    dtype = _dtype_of(rows[0])
+    dtype = dtype_of(rows[0])
     # Autocast does not cover this operator.
     query, key, value = (each.to(dtype) for each in rows)
     # A document is at most as long as a row. A tighter bound would have to be read from the device, and torch.compile
     # would compile for each.
     bounds = (starts, starts, length, length)
     is_grouped = query.shape[1] != key.shape[1]
-    output: Tensor = compute(query, key, value, *bounds, scale=scaling, window_size=(-1, 0), enable_gqa=is_grouped)
-    return output
+    return compute(query, key, value, *bounds, scale=scaling, window_size=(-1, 0), enable_gqa=is_grouped)
 
 
 def _under_a_mask(
@@ -147,7 +146,7 @@ def _under_a_mask(
     return attend(query, key, value, dropout, scaling, same_document_mask(documents)).contiguous()
 
 
-def _dtype_of(tensor: Tensor) -> torch.dtype:
+def dtype_of(tensor: Tensor) -> torch.dtype:
     """Return the precision in which a kernel receives this tensor."""
     kind = tensor.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else tensor.dtype

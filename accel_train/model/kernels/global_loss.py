@@ -7,7 +7,7 @@ processes or on accumulation.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Generic, TypeVar
 
@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from accel_train.model.isolation import RandomState
+from accel_train.task import Batch
 
 Whole = TypeVar("Whole")
 
@@ -65,8 +66,8 @@ class GlobalLoss(ABC, Generic[Whole]):
     @contextmanager
     def over(
         self,
-        part_of: Callable[[Mapping[str, Tensor]], Tensor],
-        micro_batches: Sequence[tuple[Mapping[str, Tensor], int]],
+        part_of: Callable[[Batch], Tensor],
+        micro_batches: Sequence[tuple[Batch, int]],
         device: torch.device,
         *,
         is_alone: bool,

@@ -32,8 +32,7 @@ class Packed(NamedTuple):
         """Return the matrix that the bits stand for, in fp32: (rows, columns)."""
         from bitsandbytes.functional import dequantize_4bit
 
-        unpacked: Tensor = dequantize_4bit(self.weight.view(-1, 1), self.state(torch.float32))
-        return unpacked
+        return dequantize_4bit(self.weight.view(-1, 1), self.state(torch.float32))
 
     def state(self, dtype: torch.dtype) -> Any:
         """Return bitsandbytes' description of the scales. It dequantizes to `dtype`."""
@@ -95,8 +94,7 @@ class Nf4Linear(nn.Module):
         bias = None if self.bias is None else self.bias.to(dtype)
         # bitsandbytes before 0.50 takes the bytes as a row.
         row = packed.weight.view(-1, 1).t()
-        output: Tensor = matmul_4bit(inputs.to(dtype), row, bias=bias, quant_state=packed.state(dtype))
-        return output.to(inputs.dtype)
+        return matmul_4bit(inputs.to(dtype), row, bias=bias, quant_state=packed.state(dtype)).to(inputs.dtype)
 
 
 def packed_layers(model: nn.Module) -> dict[str, Nf4Linear]:

@@ -100,8 +100,7 @@ def _built(factory: Any, config: PreTrainedConfig, device: str, **options: Any) 
     config = deepcopy(config)
     config.use_cache = False
     with without_values() if device == "meta" else torch.device(device):
-        model: PreTrainedModel = factory.from_config(config, dtype=torch.float32, **options)
-    return model
+        return factory.from_config(config, dtype=torch.float32, **options)
 
 
 def _find(
@@ -120,11 +119,8 @@ def _find(
         ) from error
     if whole.num_parameters() <= SMALL:
         return check(config)
-    kinds, num_layers, problem = (
-        _kinds(whole),
-        getattr(config.get_text_config(), "num_hidden_layers", 2),
-        "none is small",
-    )
+    kinds, num_layers = _kinds(whole), getattr(config.get_text_config(), "num_hidden_layers", 2)
+    problem = "none is small"
     counts = [count for count in (2, 3, 4, 6, 8, 12, 16, 24) if count < num_layers] + [num_layers]
     # Fractions of a head and groups of heads need more than the minimum.
     sizes = ((4, 16), (8, 16), (4, 32), (16, 16), (1024, 32), (4, 1024), (1024, 1024))
@@ -184,7 +180,7 @@ def _shrunk_fields(
             if re.search(r"(ind(ic|ex)es|idxs|layer_ids|layers)$", name) and all(type(each) is int for each in value):
                 return [each for each in value if each < layers] if len(value) != layers else value
             return [shrink(name, each) for each in value]
-        if type(value) is not int or isinstance(value, bool):
+        if type(value) is not int:
             return value
         if "vocab_size" in name or _TOKEN_ID.search(name):
             if keeps_vocabulary:

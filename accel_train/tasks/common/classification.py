@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig
 from accel_train.core.format import did_you_mean
 from accel_train.data.labels import IGNORED_LABEL
 from accel_train.metrics import load_metric
-from accel_train.model.memory_estimate import take_shapes_only
+from accel_train.model.fake_step import take_shapes_only
 from accel_train.model.tensors import FINITE, replaced, without_values
 from accel_train.runtime.private import fake_tensors
 
