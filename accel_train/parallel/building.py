@@ -34,11 +34,14 @@ class Unread(NamedTuple):
     """Whether all processes see the same files, if there are any."""
 
 
+Build = Callable[[], nn.Module]
+
+
 class Builders(NamedTuple):
     """Functions that build the model of a run, with the recipe's changes."""
 
-    whole: Callable[[], nn.Module]
-    empty: Callable[[], nn.Module]
+    whole: Build
+    empty: Build
     """Builds it on the meta device."""
     restored: Callable[[], nn.Module | None]
     """Builds it without values, for the checkpoint of a resume to fill; None if it does not hold all values."""
@@ -46,7 +49,7 @@ class Builders(NamedTuple):
     """* Builds it without the values of pretrained or initial weights; None on all processes if one of them cannot."""
 
 
-def empty_until_restored(make: Callable[[], nn.Module], folder: Path) -> nn.Module | None:
+def empty_until_restored(make: Build, folder: Path) -> nn.Module | None:
     """Return the model of `make` with its parameters on the meta device, and its buffers with their values.
 
     One parameter at a time has values while `make` runs. A checkpoint has the values of parameters and of persistent
@@ -127,7 +130,7 @@ def fill_from_main(targets: Mapping[str, Tensor], sources: Mapping[str, Source],
             part.copy_(whole[cut])
 
 
-def filled(model: nn.Module, weights: Tensors, buffers: Mapping[str, Tensor], *, keeps_types: bool) -> nn.Module | None:
+def filled(model: nn.Module, weights: Tensors, buffers: Tensors, *, keeps_types: bool) -> nn.Module | None:
     """Return a model of the meta device in host memory, with these weights and copies of these buffers.
 
     Weights move into the model one at a time, so that nothing is held twice. With `keeps_types`, parameters take the
@@ -181,5 +184,4 @@ def _without_values(parameter: nn.Parameter) -> nn.Parameter:
         new = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
         vars(new).update(known)
         known["stand_in"] = new
-    stand_in: nn.Parameter = known["stand_in"]
-    return stand_in
+    return known["stand_in"]

@@ -3,7 +3,6 @@
 import math
 import os
 import warnings
-from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
@@ -20,6 +19,7 @@ from accel_train.parallel.strategy import MakeOptimizer, Strategy
 from accel_train.recipe.parallel import Parallel
 from accel_train.runtime.private import end_failed_backward
 from accel_train.runtime.process_group import gather_number
+from accel_train.task import Batch
 
 
 class Reduction:
@@ -186,7 +186,7 @@ class Ddp(Strategy):
         if self.reduction is not None:
             self.reduction.begin()
 
-    def reduce_now(self, batch: Mapping[str, Tensor], *, is_first: bool) -> None:
+    def reduce_now(self, batch: Batch, *, is_first: bool) -> None:
         """* Make DDP average the existing gradients, by a backward pass that adds nothing to them."""
         # If DDP looks for unused parameters, its bucket layout stays as it is.
         if is_first and not self.looks_for_unused:
@@ -194,13 +194,13 @@ class Ddp(Strategy):
         self.begin_step()
         self._reduce(batch)
 
-    def _reduce(self, batch: Mapping[str, Tensor]) -> None:
+    def _reduce(self, batch: Batch) -> None:
         kept = Buffers(self.inner)
         loss_sum = self.module(batch)
         loss_sum.backward(torch.zeros_like(loss_sum))
         kept.put_back()
 
-    def _settle_buckets(self, batch: Mapping[str, Tensor]) -> None:
+    def _settle_buckets(self, batch: Batch) -> None:
         """Make DDP lay out its buckets again, as it does after its first backward pass, before a gradient is reduced.
 
         The position of a gradient in its bucket affects the rounding of sums over three or more processes. Without this

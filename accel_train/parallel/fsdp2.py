@@ -3,7 +3,7 @@
 import logging
 import warnings
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -26,7 +26,7 @@ from accel_train.core.work import beat
 from accel_train.guard.guard import Limits
 from accel_train.model.compile import repeated_blocks
 from accel_train.model.kernels.nf4 import packed_layers
-from accel_train.model.tensors import Tensors, local_part, plain_tensors, replace_values
+from accel_train.model.tensors import Tensors, local_part, plain_tensors, replace_values, trained
 from accel_train.model.training_module import TrainingModule
 from accel_train.model.weights import separate_blocks, separate_ends
 from accel_train.optim.update import Update
@@ -63,7 +63,7 @@ class Fsdp2(Strategy):
     _known_plan: KnownPlan
     _gradients: "GradientWatch | None" = None
     """Recorder of missing gradients. None if layers are split but nothing is sharded: all lack the same gradients."""
-    _weights: Mapping[str, Tensor] | None = None
+    _weights: Tensors | None = None
     """Full weights and buffers of a model that was built empty, on the main process; None if a checkpoint has them.
 
     Weights of `_unread` are not among them.
@@ -278,7 +278,7 @@ class GradientWatch:
         self, inner: TrainingModule, take_fault: Callable[[], Tensor | None], *, sums_over_copies: bool
     ) -> None:
         self._take_fault, self._inner, self._sums_over_copies = take_fault, inner, sums_over_copies
-        self._parameters = {name: each for name, each in inner.model.named_parameters() if each.requires_grad}
+        self._parameters = trained(inner.model)
         self._names = {id(each): name for name, each in self._parameters.items()}
         before_reduction(inner, self._complete)
         self.begin_step()
@@ -381,7 +381,7 @@ def allow_sharding(device: torch.device) -> None:
 
 
 def shard_model(
-    accelerator: Accelerator, inner: TrainingModule, weights: Mapping[str, Tensor] | None, unread: Unread | None = None
+    accelerator: Accelerator, inner: TrainingModule, weights: Tensors | None, unread: Unread | None = None
 ) -> Choice[str]:
     """Split the model's layers if the recipe asks for it, wrap it in place block by block, and distribute its weights.
 
@@ -466,7 +466,7 @@ def _wrap_ends(accelerator: Accelerator, model: nn.Module) -> bool:
 
 
 def _fill(
-    accelerator: Accelerator, inner: TrainingModule, weights: Mapping[str, Tensor] | None, tied: Sequence[Sequence[str]]
+    accelerator: Accelerator, inner: TrainingModule, weights: Tensors | None, tied: Sequence[Sequence[str]]
 ) -> None:
     """Allocate the tensors on the meta device, and broadcast the main process's values, one parameter at a time.
 

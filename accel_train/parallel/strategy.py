@@ -4,7 +4,7 @@ DDP, FSDP2, and ZeRO are one file each. To add a strategy, write one more file a
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -28,7 +28,7 @@ from accel_train.checkpoint.store import Writer
 from accel_train.core.state import Choice
 from accel_train.guard.guard import Limits
 from accel_train.model.batch_norm import SyncedBatchNorm
-from accel_train.model.tensors import Tensors
+from accel_train.model.tensors import Tensors, trained
 from accel_train.model.training_module import TrainingModule
 from accel_train.optim.ema import Average, WeightAverage
 from accel_train.optim.schedule_free import ScheduleFree, ScheduleFreeAverage
@@ -36,6 +36,7 @@ from accel_train.optim.update import Update, update_within
 from accel_train.parallel.building import Builders, allocate
 from accel_train.parallel.dims import ParallelDims, parallel_dims
 from accel_train.recipe.parallel import Parallel
+from accel_train.task import Batch
 
 ALONE = "single process: nothing to shard"
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
@@ -174,7 +175,7 @@ class Strategy(ABC):
 
     def without_gradient(self) -> list[str]:
         """Return the trained parameters without a gradient of this process in the step."""
-        return [name for name, each in self.inner.model.named_parameters() if each.requires_grad and each.grad is None]
+        return [name for name, each in trained(self.inner.model).items() if each.grad is None]
 
     def end_incomplete_reduction(self) -> list[str] | None:
         """* Complete a reduction that lacks gradients of this process; return the parameters without a gradient.
@@ -204,7 +205,7 @@ class Strategy(ABC):
 
     # A step that failed
 
-    def reduce_now(self, batch: Mapping[str, Tensor], *, is_first: bool) -> None:
+    def reduce_now(self, batch: Batch, *, is_first: bool) -> None:
         """* Reduce the gradients that each process has accumulated, by a backward pass that adds nothing to them.
 
         `batch` is the input of that pass. The default does nothing, for strategies that reduce in each backward pass.
@@ -299,8 +300,8 @@ class Strategy(ABC):
 
     def make_average(self, decay: float | None) -> None:
         """Start an average of the trained weights: with this decay, or from a schedule-free optimizer."""
-        trained = [(name, each) for name, each in self.inner.model.named_parameters() if each.requires_grad]
+        weights = list(trained(self.inner.model).items())
         if decay is not None:
-            self.average = WeightAverage(trained, decay)
+            self.average = WeightAverage(weights, decay)
         elif isinstance(self.optimizer, ScheduleFree):
-            self.average = ScheduleFreeAverage(trained, self.optimizer)
+            self.average = ScheduleFreeAverage(weights, self.optimizer)

@@ -22,7 +22,7 @@ from accel_train.checkpoint.sharded import CheckpointReader
 from accel_train.checkpoint.zero_shards import ZeroShards
 from accel_train.core.state import Choice
 from accel_train.guard.guard import Limits
-from accel_train.model.tensors import Tensors, numel, split_state
+from accel_train.model.tensors import Tensors, numel, split_state, trained
 from accel_train.model.training_module import TrainingModule
 from accel_train.optim.update import Update, nan_without_targets
 from accel_train.parallel.dims import check_dimensions
@@ -48,10 +48,10 @@ class Zero(Strategy):
     name = "deepspeed"
     is_replicated = False
     syncs_buffers = False
-    num_copies = 1
     keeps_gradients = False
     waits_for_all_parameters = True
     notes_forward_order = True
+    num_copies = 1
     parts: ZeroShards
     _gradients: "GradientWatch"
     _engine: Any
@@ -61,11 +61,10 @@ class Zero(Strategy):
         """Return the number of all processes."""
         if world_size == 1:
             return Choice(1, ALONE)
-        reason = (
-            f"deepspeed, ZeRO stage {section.zero_stage}: {SHARDED[section.zero_stage]} sharded over {world_size} "
-            "processes"
+        stage = section.zero_stage
+        return Choice(
+            world_size, f"deepspeed, ZeRO stage {stage}: {SHARDED[stage]} sharded over {world_size} processes"
         )
-        return Choice(world_size, reason)
 
     def __init__(self, section: Parallel, choice: Choice[int]) -> None:
         super().__init__(section, choice)
@@ -208,11 +207,11 @@ class GradientWatch:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        trained = {name: each for name, each in module.named_parameters() if each.requires_grad}
-        self._names, self._seen = set(trained), set[str]()
+        weights = trained(module)
+        self._names, self._seen = set(weights), set[str]()
         self.lacking = set[str]()
         """Names of weights that had no gradient in some micro-batch of the step on this process."""
-        for name, each in trained.items():
+        for name, each in weights.items():
             each.register_post_accumulate_grad_hook(lambda _, name=name: self._seen.add(name))
 
     def begin_step(self) -> None:
