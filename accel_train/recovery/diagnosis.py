@@ -16,7 +16,7 @@ from torch import Tensor
 from accel_train.core.state import JsonRecord
 from accel_train.engine.step import MicroBatch, seed_step
 from accel_train.model.isolation import Buffers, RandomState, isolated, without_batch_statistics
-from accel_train.model.tensors import names_not_finite
+from accel_train.model.tensors import names_not_finite, trained
 from accel_train.model.training_module import TrainingModule
 from accel_train.observe.incident_record import Finding, HeavySample
 from accel_train.recovery.module_watch import ModuleWatch, OnNotFinite
@@ -76,7 +76,7 @@ class Recomputation:
         self._deadline = time.monotonic() + request.seconds
         self.scale = request.loss_scale or 1.0
         self.buffers = Buffers(inner)
-        self.parameters = {name: p for name, p in inner.model.named_parameters() if p.requires_grad}
+        self.parameters = trained(inner.model)
         share = request.world_size / max(request.num_targets, 1)
         self.share = torch.tensor(share, dtype=torch.float32, device=device) * self.scale
 

@@ -86,7 +86,7 @@ def pack_micro_batches(
                 tensors[f"{number}/{HOST}"] = states[number].host
                 if (on_device := states[number].on_device) is not None:
                     tensors[f"{number}/{CUDA}"] = on_device
-        if sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()) > MAX_BATCH_BYTES:
+        if sum(tensor.nbytes for tensor in tensors.values()) > MAX_BATCH_BYTES:
             return None
         facts = {"num_targets": json.dumps(num_targets), "samples": json.dumps(samples)}
         return save(tensors, metadata=facts)

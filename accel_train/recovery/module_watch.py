@@ -59,8 +59,10 @@ class ModuleWatch:
 
     def __enter__(self) -> Self:
         for name, module in self._model.named_modules():
-            self._handles.append(module.register_forward_pre_hook(partial(self._before, name), with_kwargs=True))
-            self._handles.append(module.register_forward_hook(partial(self._after, name), with_kwargs=True))
+            self._handles += [
+                module.register_forward_pre_hook(partial(self._before, name), with_kwargs=True),
+                module.register_forward_hook(partial(self._after, name), with_kwargs=True),
+            ]
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -123,7 +123,7 @@ class MemoryCare:
                 end_for_smaller_micro_batches(run, shortage)
             agreement.share_of_a_target()  # receive the last step's outcome, if the first forward failed before
         if self._reduces_later:
-            ranks = _failed_ranks(run, loss_sum is None)
+            ranks = _failed_ranks(loss_sum is None)
             if loss_sum is None or ranks:
                 return None, RanOutOfMemory(ranks, shortage)
             if self._is_first and check_first_step(run):
@@ -191,7 +191,7 @@ def block_table(segments: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def _failed_ranks(run: RunContext, has_failed: bool) -> list[int]:
+def _failed_ranks(has_failed: bool) -> list[int]:
     """Return the processes that have failed. All processes must call it."""
     return [rank for rank, failed in enumerate(gather_number(has_failed)) if failed]
 
@@ -212,7 +212,7 @@ def undo_step(run: RunContext, result: StepResult) -> RanOutOfMemory:
     if result.loss_scale is not None:
         run.accelerator.scaler.update(result.loss_scale)  # the NaN was not an overflow and must not lower the scale
     run.strategy.undo_step()
-    return RanOutOfMemory(_failed_ranks(run, bool(message)), message)
+    return RanOutOfMemory(_failed_ranks(bool(message)), message)
 
 
 def free_memory(run: RunContext) -> None:

@@ -69,7 +69,7 @@ def roll_back(run: RunContext, request: RollbackRequested) -> None:
             run.observer.on_event("stop", request.at_step, str(error), names_step=True)
             raise
         before = run.state
-        folder = run.plan.output_dir / "checkpoints" / name
+        folder = run.saver.root / name
         state = restore(run.strategy, folder, run.plan.recipe.optimizer.name)
     run.strategy.drop_gradients()  # gradients of the step that is not applied
     apply_rollbacks(state, [*before.rollbacks, rollback])
@@ -85,7 +85,7 @@ def _choose(run: RunContext, request: RollbackRequested) -> tuple[str, Rollback]
     run.saver.wait()
     report_saves(run)
     run.health.tag()
-    root = run.plan.output_dir / "checkpoints"
+    root = run.saver.root
     onset = run.state.first_bad_step or request.at_step
     broken = []
     try:

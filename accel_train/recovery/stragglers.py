@@ -99,8 +99,10 @@ class StragglerWatch:
     def _timed(self, batches: Iterator[T]) -> Iterator[T]:
         hooks = []
         for module in timed_modules(self.run):  # after FSDP2's hook that gathers weights, and before it frees them
-            hooks.append(module.register_forward_pre_hook(self._before))
-            hooks.append(module.register_forward_hook(self._after, prepend=True))
+            hooks += [
+                module.register_forward_pre_hook(self._before),
+                module.register_forward_hook(self._after, prepend=True),
+            ]
         try:
             begin = perf_counter()
             for batch in batches:

@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from accel_train.core.errors import RecipeError, StepAgain
 from accel_train.engine.run import RunContext
+from accel_train.model.tensors import trained
 from accel_train.observe.incident_record import named
 from accel_train.parallel.strategy import Strategy
 
@@ -77,7 +78,7 @@ def _without_gradient(strategy: Strategy) -> list[str]:
     small collective.
     """
     here = set(strategy.without_gradient())
-    names = [name for name, each in strategy.inner.model.named_parameters() if each.requires_grad]
+    names = list(trained(strategy.inner.model))
     has_none = torch.tensor([name in here for name in names], dtype=torch.uint8)
     if strategy.waits_for_all_parameters:
         has_none = has_none.to(strategy.accelerator.device)

@@ -49,7 +49,7 @@ def check_agreement(recipe: Recipe, data: TaskData, num_processes: int) -> None:
         )
 
 
-def check_choices(choices: Mapping[str, Choice[Any]], num_processes: int) -> None:
+def check_choices(choices: Mapping[str, Choice[Any]]) -> None:
     """Compare the choices of each process that determine the result of a step with rank 0.
 
     A process that builds an empty model makes fewer choices. Only choices that all processes have made are compared.
@@ -57,8 +57,6 @@ def check_choices(choices: Mapping[str, Choice[Any]], num_processes: int) -> Non
     Raises:
         ValueError: on all processes: some process differs. The message names each one and the difference.
     """
-    if num_processes == 1:
-        return
     own = {name: str(choice.value) for name, choice in choices.items() if name.startswith(OF_COMPUTATION)}
 
     def compare(everywhere: list[dict[str, str]]) -> list[str]:

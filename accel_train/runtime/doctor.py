@@ -7,7 +7,7 @@ import shutil
 import socket
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, requires, version
@@ -21,6 +21,7 @@ from accel_train.core.redaction import redact_words
 from accel_train.core.state import Choice
 from accel_train.core.version import __version__
 from accel_train.runtime.driver import (
+    Environment,
     TorchBuild,
     driver_version,
     hides_gpus,
@@ -192,11 +193,10 @@ def check_launch() -> Iterator[Finding]:
 
 
 def check_versions(requirements: Sequence[str] | None = None) -> Iterator[Finding]:
-    """Compare Python and every required package with the ranges that this package declares (`torch>=2.9`, ...)."""
+    """Show Python, and compare each required package with the range that this package declares (`torch>=2.9`, ...)."""
     from packaging.requirements import Requirement
 
-    python, remedy = f"{platform.python_version()} (>=3.11)", "install Python 3.11 or newer"
-    yield finding_of(sys.version_info < (3, 11), "python", python, remedy, "bad")
+    yield Finding("ok", "python", f"{platform.python_version()} (>=3.11)")
     try:
         declared = requires("accel-train") or [] if requirements is None else requirements
     except PackageNotFoundError:
@@ -270,7 +270,7 @@ def check_host() -> Iterator[Finding]:
         yield finding_of(size < LEAST_SHARED_MEMORY_BYTES, "/dev/shm", format_bytes(size), remedy)
 
 
-def check_environment(variables: Mapping[str, str]) -> Iterator[Finding]:
+def check_environment(variables: Environment) -> Iterator[Finding]:
     """Examine the launcher's variables, and the Accelerate variables that users expect to change a run."""
     shown = [f"{name}={variables[name]}" for name in SHOWN_VARIABLES if name in variables]
     yield Finding("ok", "environment", ", ".join(shown) or "no launcher: one process")

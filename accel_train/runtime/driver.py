@@ -12,6 +12,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
+Environment = Mapping[str, str]
+"""Environment variables by name."""
+
 WHEELS = {580: "cu130", 525: "cu126"}
 """torch wheels by the oldest driver that runs them, newest first (NVIDIA, CUDA Compatibility, table 1)."""
 OLDEST_CAPABILITY = 50
@@ -64,7 +67,7 @@ def output_of(command: Sequence[str], timeout_seconds: float) -> str:
     return ""
 
 
-def hides_gpus(environment: Mapping[str, str]) -> bool:
+def hides_gpus(environment: Environment) -> bool:
     """Return whether CUDA_VISIBLE_DEVICES hides all GPUs. CUDA stops at the first entry that does not name a GPU."""
     first = environment.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip()
     return not re.match(r"\d|GPU-|MIG-", first)
@@ -109,7 +112,7 @@ def unsupported_gpu(gpu: Any, architectures: Sequence[str]) -> tuple[str, str] |
     return f"{problem} only", f"{_install(WHEELS[least], build)} (driver {least} or newer)"
 
 
-def unused_driver(environment: Mapping[str, str]) -> str | None:
+def unused_driver(environment: Environment) -> str | None:
     """Return why a torch that sees no GPU leaves this machine's GPUs unused, with the remedy; otherwise None.
 
     Return None if the machine has no GPUs, if the environment hides them or asks for the CPU, and in a container or job
@@ -128,7 +131,7 @@ def unused_driver(environment: Mapping[str, str]) -> str | None:
     )
 
 
-def uses_cpu(environment: Mapping[str, str]) -> bool:
+def uses_cpu(environment: Environment) -> bool:
     """Return whether ACCELERATE_USE_CPU hides the GPUs."""
     return environment.get("ACCELERATE_USE_CPU", "false").lower() in ("true", "1")
 

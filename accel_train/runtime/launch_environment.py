@@ -5,7 +5,7 @@ A configuration with `distributed_type: FSDP` or `DEEPSPEED` reaches a program a
 """
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import cache
 from types import MappingProxyType
@@ -19,6 +19,7 @@ from accel_train.recipe.schema import Recipe
 from accel_train.recipe.values import Origin, value_of
 from accel_train.recipe.writer import who_set
 from accel_train.recipe.yaml_core import show
+from accel_train.runtime.driver import Environment
 from accel_train.runtime.launcher import own_environment, parent_command
 
 TRUE, FALSE = ("1", "true", "yes", "on", "y", "t"), ("0", "false", "no", "off", "n", "f", "")
@@ -137,7 +138,7 @@ REFUSED: tuple[tuple[tuple[str, ...], str, tuple[str, ...], str], ...] = (
 
 
 @cache
-def launched_with() -> Mapping[str, str]:
+def launched_with() -> Environment:
     """Return the variables of this process at the first call. Building an Accelerator changes them.
 
     Variables of Accelerate that a Python program which is not a launcher left to this process are not included: they
@@ -159,7 +160,7 @@ def launched_with() -> Mapping[str, str]:
     return MappingProxyType({**launcher_flags(parent), **variables})
 
 
-def child_environment() -> dict[str, str]:
+def child_environment() -> Environment:
     """Return the variables for a run that this process starts, so that it has the same launch."""
     launch = launched_with()
     switches = {FSDP, ZERO, SIZES, PRECISION, STEPS, CLIPPING, DYNAMO, DYNAMO_MODE}
@@ -167,7 +168,7 @@ def child_environment() -> dict[str, str]:
     return {**rest, **{name: launch[name] for name in switches & launch.keys()}, STARTED_BY: str(os.getpid())}
 
 
-def launcher_flags(command: Sequence[str]) -> dict[str, str]:
+def launcher_flags(command: Sequence[str]) -> Environment:
     """Return the flags of `accelerate launch`, and settings of its configuration file, that set no variable.
 
     It exports steps and clipping for DeepSpeed alone, and does not tell `--mixed_precision no` from its default.
@@ -190,7 +191,7 @@ def launcher_flags(command: Sequence[str]) -> dict[str, str]:
     return {name: str(value) for name, value in found.items() if value is not None}
 
 
-def settings_of_launch(variables: Mapping[str, str]) -> Iterator[tuple[str, str, Any, bool]]:
+def settings_of_launch(variables: Environment) -> Iterator[tuple[str, str, Any, bool]]:
     """Yield variable, setting, value, and whether transformers.Trainer obeys, for all that a launch says on training.
 
     The arguments of a Trainer that does not obey decide.
@@ -219,7 +220,7 @@ def settings_of_launch(variables: Mapping[str, str]) -> Iterator[tuple[str, str,
             yield DYNAMO_MODE, "precision.compile_mode", mode, True
 
 
-def with_launch_environment(recipe: Recipe, environment: Mapping[str, str] | None = None) -> Recipe:
+def with_launch_environment(recipe: Recipe, environment: Environment | None = None) -> Recipe:
     """Return the recipe with the launch's settings in place of defaults and `auto`, and the launch as origin.
 
     Raises:
@@ -287,7 +288,7 @@ def _is_same(setting: str, in_recipe: Any, value: Any) -> bool:
     return bool(in_recipe == value or (setting == "precision.compile" and in_recipe))
 
 
-def left_by_parent() -> dict[str, str]:
+def left_by_parent() -> Environment:
     """Return the variables of a launch that have no effect, because they were meant for a parent process."""
     rest = {name: value for name, value in os.environ.items() if name not in launched_with()}
     with suppress(ValueError):
@@ -295,14 +296,14 @@ def left_by_parent() -> dict[str, str]:
     return {}
 
 
-def _compiled(variables: Mapping[str, str]) -> str | None:
+def _compiled(variables: Environment) -> str | None:
     """Return the compiled part: `model`, as by Accelerate, or `blocks`; None if nothing is compiled."""
     if variables.get(DYNAMO, "no").lower() in ("no", ""):
         return None
     return "blocks" if _flag(variables, "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION") else "model"
 
 
-def _fields_set_by(environment: Mapping[str, str]) -> dict[str, tuple[Any, str]]:
+def _fields_set_by(environment: Environment) -> dict[str, tuple[Any, str]]:
     """Return the fields of `parallel` that the launch sets, each with its value and variable.
 
     Raises:
@@ -335,7 +336,7 @@ def _fields_set_by(environment: Mapping[str, str]) -> dict[str, tuple[Any, str]]
     return fields
 
 
-def _shard_size(environment: Mapping[str, str], tp_size: int, sp_size: int) -> int:
+def _shard_size(environment: Environment, tp_size: int, sp_size: int) -> int:
     """Return the number of processes that share one copy of the model.
 
     As in Accelerate, it includes the processes that split sequences.
@@ -352,14 +353,14 @@ def _shard_size(environment: Mapping[str, str], tp_size: int, sp_size: int) -> i
     return shard * sp_size
 
 
-def _flag(environment: Mapping[str, str], variable: str, *, default: bool = False) -> bool:
+def _flag(environment: Environment, variable: str, *, default: bool = False) -> bool:
     text = environment.get(variable, str(default))
     if text.lower() not in TRUE + FALSE:
         raise ValueError(f"{variable}={text}: must be true or false")
     return text.lower() in TRUE
 
 
-def _size(environment: Mapping[str, str], variable: str) -> int:
+def _size(environment: Environment, variable: str) -> int:
     text = environment.get(variable, "1")
     if not text.isdigit() or text == "0":
         raise ValueError(f"{variable}={text}: must be a whole number of at least 1")

@@ -9,10 +9,12 @@ import socket
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping, MutableMapping
+from collections.abc import MutableMapping
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
+
+from accel_train.runtime.driver import Environment
 
 PR_SET_PDEATHSIG = 1
 ALLOCATOR_VARIABLES, EXPANDABLE = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"), "expandable_segments:True"
@@ -104,7 +106,7 @@ def parent_command() -> list[str]:
     return [os.path.basename(words[0]), *list(words)[1:]] if words else [sys.executable]
 
 
-def own_environment() -> Mapping[str, str]:
+def own_environment() -> Environment:
     """Return the variables with which this process (or the one it was forked from) was started; empty if unknown."""
     import psutil
 
@@ -164,7 +166,7 @@ def _is_launcher_gone() -> bool:
         return True
 
 
-def launch_mistake(environment: Mapping[str, str]) -> str | None:
+def launch_mistake(environment: Environment) -> str | None:
     """Return the mistake in a launcher's variables that would make this process wait forever; None if valid."""
     numbers = {}
     for name, least in {"WORLD_SIZE": 1, "RANK": 0, "LOCAL_WORLD_SIZE": 1, "LOCAL_RANK": 0}.items():
@@ -199,7 +201,7 @@ def expand_segments(environment: MutableMapping[str, str]) -> None:
         environment[ALLOCATOR_VARIABLES[0]] = EXPANDABLE
 
 
-def loopback_problem(environment: Mapping[str, str]) -> str | None:
+def loopback_problem(environment: Environment) -> str | None:
     """Return why gloo on this machine cannot be reached by other machines, with the fix; None if it can.
 
     gloo listens on the address of the machine's name, unless GLOO_SOCKET_IFNAME names an interface. NCCL finds the
@@ -225,7 +227,7 @@ def loopback_problem(environment: Mapping[str, str]) -> str | None:
     )
 
 
-def spans_machines(environment: Mapping[str, str]) -> bool:
+def spans_machines(environment: Environment) -> bool:
     """Return whether the launcher's variables describe processes on other machines than this one."""
     on_machine, master = environment.get("LOCAL_WORLD_SIZE", ""), environment.get("MASTER_ADDR", "")
     several = on_machine.isdigit() and environment.get("WORLD_SIZE", on_machine) != on_machine

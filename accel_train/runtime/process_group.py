@@ -118,8 +118,7 @@ def on_main(function: Callable[[], T]) -> T:
     beat()
     if outcome[1] is not None:
         raise outcome[1]
-    result: T = outcome[0]
-    return result
+    return outcome[0]
 
 
 def concluded(here: T, conclude: Callable[[list[T]], R]) -> R:
@@ -156,8 +155,7 @@ def wait_for_all() -> None:
 
 def gather_number(number: int) -> list[int]:
     """Return the number of each process, by rank. All must call it. The host waits for one small collective."""
-    numbers: list[int] = gather(torch.tensor([number], device=PartialState().device)).tolist()
-    return numbers
+    return gather(torch.tensor([number], device=PartialState().device)).tolist()
 
 
 def _let_threads_of_gloo_finish() -> None:

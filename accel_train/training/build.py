@@ -66,7 +66,7 @@ def build_run(plan: RunPlan, strategy: Strategy, stop: StopRequest, watchdog: Wa
     inner, plan, batch_cache, digests = build_model(plan, strategy)
     base, graphs = check_base(plan, inner, digests), GraphCount()
     plan = wrap_model(plan, strategy, inner, graphs)
-    check_choices(plan.choices, accelerator.num_processes)
+    check_choices(plan.choices)
     own_rates = plan.extensions.group_learning_rates
     settings = settings_of(plan, strategy.optimizer.param_groups if own_rates else None)
     peak_flops, mfu = device_peak(accelerator.device, plan.choices)
