@@ -266,7 +266,8 @@ def to_recipe(
         # `on_save` is called once the folder is complete.
         "checkpoint.in_background": False,
         # Transformers does not have these features.
-        **{"guard.on_spike": "off", "guard.max_rollbacks": 0},
+        "guard.on_spike": "off",
+        "guard.max_rollbacks": 0,
         "evaluate.every_steps": _every(args, "eval", length) if has_eval and not by_callbacks else 0,
         "log.every_steps": _every(args, "logging", length) or length.max_steps,
         "options.training_arguments": set_fields(args),

@@ -1,10 +1,10 @@
 """Saved models and checkpoints under transformers' names: `checkpoint-N` links to `checkpoints/step-N`."""
 
 import copy
-import dataclasses
 import json
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,7 +34,7 @@ from accel_train.checkpoint.store import (
 )
 from accel_train.core.errors import setting_error
 from accel_train.core.json_io import parse_json, plain
-from accel_train.model.tensors import as_tensors
+from accel_train.model.tensors import as_tensors, trained
 from accel_train.optim.schedule import set_rate
 from accel_train.parallel.zero import import_deepspeed
 from accel_train.recipe.schema import Recipe
@@ -160,8 +160,8 @@ def resume_stock(trainer: "Trainer", run: "RunContext", folder: Path) -> None:
     Its weights are loaded already.
     """
     decayed = set(trainer.get_decay_parameter_names(trainer.model))
-    trained = [(name, each) for name, each in trainer.model.named_parameters() if each.requires_grad]
-    groups = [[each for name, each in trained if (name in decayed) is is_decayed] for is_decayed in (True, False)]
+    weights = trained(trainer.model).items()
+    groups = [[each for name, each in weights if (name in decayed) is is_decayed] for is_decayed in (True, False)]
     is_own = (folder / OPTIMIZER).is_file()
     if is_own:
         run.strategy.restore_optimizer(folder)
@@ -235,12 +235,13 @@ def adapter_place(name: str) -> str:
     return "" if name == "default" else f"{name}/"
 
 
+@dataclass
 class CheckpointNames:
     """The names of a run's checkpoints, and the best checkpoint in `trainer.state`."""
 
-    def __init__(self, run: "RunContext", trainer: "Trainer") -> None:
-        self.run, self.trainer = run, trainer
-        self._has_links = True
+    run: "RunContext"
+    trainer: "Trainer"
+    _has_links = True
 
     def folder(self, step: int) -> str:
         """Return the folder of a checkpoint under transformers' name, or `checkpoints/step-N` without links."""
@@ -335,7 +336,7 @@ def state_text(state: TrainerState, default: Callable[[Any], Any]) -> str:
     Raises:
         TypeError: `default` cannot convert a value.
     """
-    return json.dumps(dataclasses.asdict(state), indent=2, default=default)
+    return json.dumps(asdict(state), indent=2, default=default)
 
 
 def as_text(value: Any) -> Any:

@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard, SeedableRandomSampler
 from datasets import Dataset as TableDataset
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from transformers import TrainingArguments
@@ -22,6 +21,7 @@ from transformers.trainer_utils import RemoveColumnsCollator, unwrap_peft_model
 from transformers.utils import find_labels
 
 from accel_train.core.errors import SettingError
+from accel_train.data.order import Indices
 from accel_train.hf.argument_table import argument_error
 
 if TYPE_CHECKING:
@@ -32,6 +32,10 @@ Inputs = dict[str, Any]
 """A batch as the model's forward takes it, by argument."""
 Metrics = dict[str, Any]
 """Metrics by name, as `compute_metrics` returns them. A metric of your own may be any value."""
+Collator = Callable[[list[Any]], Any]
+"""A `data_collator`: makes a batch of samples."""
+EpochOrder = Callable[[int], Indices]
+"""Order of the samples of an epoch, by its number."""
 
 
 @dataclass(frozen=True)
@@ -123,9 +127,9 @@ def readable(trainer: "Trainer", data: Any) -> Any:
     return data.remove_columns(unused)
 
 
-def collator_of(trainer: "Trainer") -> Callable[[list[Any]], Any]:
+def collator_of(trainer: "Trainer") -> Collator:
     """Return the trainer's collator. It sees only the columns that the model's forward takes."""
-    own: Callable[[list[Any]], Any] = trainer.data_collator
+    own: Collator = trainer.data_collator
     return RemoveColumnsCollator(own, trainer.signature.columns) if trainer.args.remove_unused_columns else own
 
 
@@ -134,7 +138,7 @@ def collate_of(trainer: "Trainer") -> Callable[[Sequence[Any]], Inputs]:
     return partial(_collate, collator_of(trainer), trainer.signature)
 
 
-def _collate(collator: Callable[[list[Any]], Any], signature: Signature, samples: Sequence[Any]) -> Inputs:
+def _collate(collator: Collator, signature: Signature, samples: Sequence[Any]) -> Inputs:
     inputs, num_targets = counted(collator(list(samples)), signature)
     return {**inputs, "num_targets": num_targets}
 
@@ -278,7 +282,7 @@ def _order_seed(args: TrainingArguments, rows: Any) -> int | None:
     return args.seed if args.data_seed is None else args.data_seed
 
 
-def epoch_order(args: TrainingArguments, rows: Any) -> Callable[[int], NDArray[np.int64]] | None:
+def epoch_order(args: TrainingArguments, rows: Any) -> EpochOrder | None:
     """Return the sample order of each epoch as in transformers, or None for sequential order.
 
     The order is torch.randperm, seeded by seed + epoch, as in `SeedableRandomSampler` of Accelerate. Two orders are
@@ -289,13 +293,13 @@ def epoch_order(args: TrainingArguments, rows: Any) -> Callable[[int], NDArray[n
         return None
 
     @lru_cache(maxsize=2)
-    def order(epoch: int) -> NDArray[np.int64]:
+    def order(epoch: int) -> Indices:
         return torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed + epoch)).numpy()
 
     return order
 
 
-def in_batches(samples: Any, batch_size: int, collate: Callable[[list[Any]], Any]) -> Iterator[Any]:
+def in_batches(samples: Any, batch_size: int, collate: Collator) -> Iterator[Any]:
     """Yield a stream of samples as collated batches. The last batch may be short."""
     stream = iter(samples)
     while batch := list(islice(stream, batch_size)):

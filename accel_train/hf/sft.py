@@ -27,7 +27,7 @@ from accel_train.hf import training
 from accel_train.hf.argument_table import argument_error
 from accel_train.hf.arguments import check_overrides
 from accel_train.hf.hub import write_card
-from accel_train.hf.inputs import Inputs, Metrics, TokenMetrics, num_items_in
+from accel_train.hf.inputs import Collator, Inputs, Metrics, TokenMetrics, num_items_in
 from accel_train.hf.sft_rows import (
     check_kind,
     check_vocabulary,
@@ -80,7 +80,7 @@ class SFTTrainer(Trainer):
         self,
         model: Any,
         args: Any = None,
-        data_collator: Callable[[list[Any]], Any] | None = None,
+        data_collator: Collator | None = None,
         train_dataset: Any = None,
         eval_dataset: Any = None,
         processing_class: Any = None,

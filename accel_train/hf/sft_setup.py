@@ -6,7 +6,6 @@ The table is shown in docs/hf_trainer.md. TRL takes seconds to import, so only f
 import dataclasses
 import inspect
 import re
-from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from pkgutil import resolve_name
@@ -20,6 +19,7 @@ from transformers.trainer_utils import unwrap_peft_model
 from accel_train.core.errors import SettingError, check_packages
 from accel_train.core.format import format_count
 from accel_train.hf.argument_table import Rule, argument_error, check_fields, honored, refused
+from accel_train.hf.inputs import Collator
 from accel_train.model.freeze import ends_with, matching
 from accel_train.model.isolation import isolated
 from accel_train.model.kernels.toy import in_words, toy_model
@@ -361,7 +361,7 @@ def with_adapter(model: Any, args: Any, config: Any, added: list[int]) -> Any:
     return model
 
 
-def collator_for(model: Any, tokenizer: Any, args: Any, *, padding_free: bool) -> Callable[[list[Any]], Any]:
+def collator_for(model: Any, tokenizer: Any, args: Any, *, padding_free: bool) -> Collator:
     """Return TRL's collator, after setting the padding token on tokenizer and model.
 
     Raises:

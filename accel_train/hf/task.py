@@ -42,7 +42,7 @@ from accel_train.hf.inputs import (
 from accel_train.model.activation_checkpointing import enable_method
 from accel_train.recipe.schema import Recipe
 from accel_train.recipe.tasks import TaskSpec
-from accel_train.task import Facts, Task, TaskData
+from accel_train.task import Batch, Facts, Task, TaskData
 
 if TYPE_CHECKING:
     from accel_train.hf import Trainer
@@ -181,7 +181,7 @@ class HFTask(Task):
             enable(getattr(args, "activation_checkpointing_kwargs", None) or args.gradient_checkpointing_kwargs)
         return model
 
-    def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
         """Return `compute_loss`, a mean however the model counts, times the batch's number of targets."""
         trainer = self.trainer
         inputs = dict(batch)

@@ -32,7 +32,7 @@ from accel_train.hf.argument_table import argument_error
 from accel_train.hf.arguments import check_arguments, check_combinations, check_overrides, train_batch_size
 from accel_train.hf.checkpoints import save_pretrained, whole_model
 from accel_train.hf.evaluation import Evaluation, merged, parts_of, predict_batch
-from accel_train.hf.inputs import Inputs, Metrics, Signature, TokenMetrics, evaluation_loader, train_loader
+from accel_train.hf.inputs import Collator, Inputs, Metrics, Signature, TokenMetrics, evaluation_loader, train_loader
 from accel_train.hf.task import loss_of
 from accel_train.optim.optimizers import build_optimizer
 from accel_train.recipe.schema import Recipe
@@ -80,7 +80,7 @@ class Trainer:
         self,
         model: nn.Module | None = None,
         args: TrainingArguments | None = None,
-        data_collator: Callable[[list[Any]], Any] | None = None,
+        data_collator: Collator | None = None,
         train_dataset: Any = None,
         eval_dataset: Any = None,
         processing_class: Any = None,

@@ -2,17 +2,15 @@
 
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Iterator, Sized
 from contextlib import contextmanager
 from operator import length_hint
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 import transformers
 from accelerate import Accelerator
-from numpy.typing import NDArray
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
@@ -44,7 +42,17 @@ from accel_train.hf.callbacks import Flow, RecipeRates, may_ask, rates_of
 from accel_train.hf.checkpoints import load_stock_weights, load_whole, resume_of, resume_stock, stock_checkpoint
 from accel_train.hf.evaluation import parts_of
 from accel_train.hf.hub import finish_pushes
-from accel_train.hf.inputs import SUMS, TrainLoader, epoch_order, loader_of_override, readable, reading_of, train_loader
+from accel_train.hf.inputs import (
+    SUMS,
+    Collator,
+    EpochOrder,
+    TrainLoader,
+    epoch_order,
+    loader_of_override,
+    readable,
+    reading_of,
+    train_loader,
+)
 from accel_train.hf.search import trial_arguments
 from accel_train.hf.task import HFTask
 from accel_train.model.freeze import matching
@@ -70,7 +78,7 @@ def seed(args: TrainingArguments) -> None:
     (enable_full_determinism if args.full_determinism else transformers.set_seed)(args.seed)
 
 
-def default_collator(processing_class: Any) -> Callable[[list[Any]], Any]:
+def default_collator(processing_class: Any) -> Collator:
     """Return the collator of a Trainer without one. It pads if the tokenizer or feature extractor can."""
     pads = isinstance(processing_class, PreTrainedTokenizerBase | transformers.SequenceFeatureExtractor)
     return transformers.DataCollatorWithPadding(processing_class) if pads else transformers.default_data_collator
@@ -303,9 +311,7 @@ def log_plan(trainer: "Trainer", length: Length, num_samples: int | None, first_
         logger.info(f"  Resuming training from checkpoint with global step {first_step}")
 
 
-def extensions_of(
-    trainer: "Trainer", recipe: Recipe, flow: Flow, order: Callable[[int], NDArray[np.int64]] | None
-) -> Extensions:
+def extensions_of(trainer: "Trainer", recipe: Recipe, flow: Flow, order: EpochOrder | None) -> Extensions:
     """Return the settings of the arguments and the trainer that a recipe cannot express."""
     args, rates = trainer.args, ScheduledRates(trainer, flow, flow.length.max_steps)
     finds_unused = isinstance(trainer.model, PreTrainedModel) and recipe.precision.recomputed == "nothing"
