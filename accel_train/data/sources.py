@@ -9,7 +9,6 @@ import platform
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -26,14 +25,17 @@ if TYPE_CHECKING:
 
 FileKind = Literal["text", "jsonl", "csv", "parquet", "conll", "json", "tokens"]
 
-_MAKERS = {
-    **dict.fromkeys(("stdlib-functions", "stdlib-docstrings"), "stdlib"),
-    **{"stdlib-tags": "stdlib_tags", "stdlib-questions": "stdlib_questions"},
-    **dict.fromkeys(("stdlib-names", "stdlib-summaries"), "stdlib"),
-    "hangul-letters": "hangul",
-}
-"""Module in `builtin` by data set. Its function has the name of the data set."""
-EMBEDDED_CORPORA = ("python-stdlib", *_MAKERS)
+EMBEDDED_CORPORA = (
+    "python-stdlib",
+    "stdlib-functions",
+    "stdlib-docstrings",
+    "stdlib-tags",
+    "stdlib-questions",
+    "stdlib-names",
+    "stdlib-summaries",
+    "hangul-letters",
+)
+"""Data sets of Python's library. A function of `builtin.stdlib` makes all but the first, and has its name."""
 
 _TEXT_NAMES = """
     txt text md markdown rst tex org log srt html htm xml css yaml yml toml ini cfg sql
@@ -220,13 +222,12 @@ def is_about_data(path: Path, folder: Path) -> bool:
 
 def _resolve(name: str, data: Data, key: str) -> Source:
     if name in EMBEDDED_CORPORA:
+        from accel_train.data.builtin import stdlib
+
         title = f"{name} of Python {platform.python_version()}"
         if name == "python-stdlib":
-            from accel_train.data.builtin.stdlib import python_stdlib_files
-
-            return _describe_files(name, python_stdlib_files(), data, title=title)
-        make = getattr(import_module(f"accel_train.data.builtin.{_MAKERS[name]}"), name.replace("-", "_"))
-        return _describe_dataset(title, make())
+            return _describe_files(name, stdlib.python_stdlib_files(), data, title=title)
+        return _describe_dataset(title, getattr(stdlib, name.replace("-", "_"))())
     path = Path(name).expanduser()
     if not path.exists() and glob.has_magic(name):
         # A `**` pattern follows links.

@@ -14,7 +14,7 @@ import yaml
 from transformers import AutoModelForQuestionAnswering
 
 from accel_train.core.json_io import load_json
-from accel_train.data.builtin.stdlib_questions import _questions
+from accel_train.data.builtin.stdlib import _questions
 from accel_train.task import load_task
 from accel_train.tasks.question_answering.answers import best_spans, overlap_answers, position_loss_sum
 from accel_train.tasks.question_answering.data import Question

@@ -12,7 +12,7 @@ from transformers import AutoModelForTokenClassification, AutoTokenizer, pipelin
 
 from accel_train.cli.main import main
 from accel_train.core.json_io import load_json
-from accel_train.data.builtin.stdlib_tags import tagged_words
+from accel_train.data.builtin.stdlib import tagged_words
 from accel_train.data.sources import resolve_sources
 from accel_train.data.text.spans import spans_of, word_places
 from accel_train.task import load_task

@@ -7,8 +7,8 @@ from PIL import Image
 from accel_train.data.images.boxes import Boxes
 from accel_train.data.images.images import ArrayImages
 
-NAME = "digit-scenes"
-EMBEDDED_IMAGES = ("digits", NAME)
+DIGIT_SCENES = "digit-scenes"
+EMBEDDED_IMAGES = ("digits", DIGIT_SCENES)
 LABEL_NAMES = ("background", *map(str, range(10)))
 
 NUM_TRAIN, NUM_EVAL = 600, 150
@@ -48,7 +48,7 @@ def digit_scenes(*, held_out: bool) -> tuple[ArrayImages, ArrayImages, tuple[Box
         _scene(shapes.array[chosen], labels[chosen], np.random.default_rng((_SEED, held_out, index)))
         for index in range(NUM_EVAL if held_out else NUM_TRAIN)
     ]
-    name = f"{NAME} for {'evaluation' if held_out else 'training'}"
+    name = f"{DIGIT_SCENES} for {'evaluation' if held_out else 'training'}"
     images, masks, boxes = zip(*scenes)
     return ArrayImages(np.stack(images), name), ArrayImages(np.stack(masks), f"{name}, mask"), boxes
 

@@ -1,13 +1,20 @@
 """Python's standard library as offline data.
 
-`python-stdlib`, `stdlib-docstrings`, `stdlib-functions`; `stdlib-summaries`: functions with the first sentence of their
-docstrings; `stdlib-names`: functions with the name blanked and four names to choose from.
+- `python-stdlib`, `stdlib-docstrings`, `stdlib-functions`
+- `stdlib-summaries`: functions with the first sentence of their docstrings
+- `stdlib-names`: functions with the name blanked and four names to choose from
+- `stdlib-questions`: questions about functions, answered by its parser
+- `stdlib-tags`: tokens of functions, tagged by the role of each name
+- `hangul-letters`: Korean syllables from its Unicode data, as translation pairs
 """
 
 import ast
+import io
 import re
 import sysconfig
 import textwrap
+import tokenize
+import unicodedata
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -283,3 +290,199 @@ def stdlib_names() -> "datasets.Dataset":
         order = generator.permutation(NUM_CHOICES).tolist()
         rows.append((text, [chosen[place] for place in order], order.index(0), where))
     return data_set(("text", "endings", "label", "id"), rows)
+
+
+MAX_ASKED = 3000
+"""Most functions of stdlib-questions, evenly spaced over the files."""
+MOST_ANSWER_CHARACTERS = 60
+
+
+def stdlib_questions() -> "datasets.Dataset":
+    """Return columns `question`, `context` (a function), `answers` (`text`, `answer_start`) and `id`, in file order.
+
+    The questions ask for:
+
+    - the default of a parameter; a parameter without a default has no answer
+    - the value assigned to a variable
+    - the iterable of a loop
+    - the return value
+    - the raised exception
+
+    Each question is asked only if its answer is unique.
+    """
+    import datasets
+
+    every = [each for each in distinct_functions().items() if parse_function(each[0]) is not None]
+    rows: list[tuple[Any, ...]] = []
+    for text, where in evenly_spaced(every, MAX_ASKED):
+        for number, (question, answer) in enumerate(_questions(text), start=1):
+            found = [] if answer is None else [answer]
+            cell = {"text": [each for each, _ in found], "answer_start": [at for _, at in found]}
+            rows.append((question, text, cell, f"{where}#{number}"))
+    string = datasets.Value("string")
+    answers = {"text": datasets.List(string), "answer_start": datasets.List(datasets.Value("int32"))}
+    return data_set({"question": string, "context": string, "answers": answers, "id": string}, rows)
+
+
+def _questions(text: str) -> Iterator[tuple[str, tuple[str, int] | None]]:
+    """Yield each question about a function with (answer, start), or with None if it has no answer."""
+    starts = [0]
+    for line in text.split("\n"):
+        starts.append(starts[-1] + len(line) + 1)
+    for question, node in _asked(parse(text)):
+        if node is None:
+            yield question, None
+            continue
+        assert node.end_lineno is not None
+        assert node.end_col_offset is not None
+        begin, end = starts[node.lineno - 1] + node.col_offset, starts[node.end_lineno - 1] + node.end_col_offset
+        if end - begin <= MOST_ANSWER_CHARACTERS:
+            yield question, (text[begin:end], begin)
+
+
+def _asked(tree: ast.Module) -> Iterator[tuple[str, ast.expr | None]]:
+    """Yield each question with the expression that answers it."""
+    nodes = list(ast.walk(tree))
+    [function] = tree.body
+    assert isinstance(function, Function)
+    arguments = function.args
+    positional = [*arguments.posonlyargs, *arguments.args]
+    defaults: list[ast.expr | None] = [*[None] * (len(positional) - len(arguments.defaults)), *arguments.defaults]
+    pairs = [*zip(positional, defaults), *zip(arguments.kwonlyargs, arguments.kw_defaults)]
+    for argument, default in pairs:
+        if argument.arg not in ("self", "cls"):
+            yield f"What is the default of {argument.arg}?", default
+    assigned = [
+        (node.targets[0].id, node.value)
+        for node in nodes
+        if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name)
+    ]
+    loops = [
+        (node.target.id, node.iter) for node in nodes if isinstance(node, ast.For) and isinstance(node.target, ast.Name)
+    ]
+    for form, found in (("What is assigned to {}?", assigned), ("What does the loop over {} go over?", loops)):
+        counts = Counter(name for name, _ in found)
+        yield from ((form.format(name), value) for name, value in found if counts[name] == 1)
+    returned = [node.value for node in nodes if isinstance(node, ast.Return) and node.value is not None]
+    raised = [node.exc.func for node in nodes if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call)]
+    for question, values in (("What does it return?", returned), ("Which exception does it raise?", raised)):
+        yield from ((question, value) for value in values if len(values) == 1)
+
+
+MAX_TAGGED = 4000
+"""Most functions of stdlib-tags, evenly spaced over the files."""
+KINDS = ("attribute", "call", "exception", "function", "global", "keyword", "parameter", "variable")
+TAG_NAMES = ("O", *(f"{prefix}-{kind}" for kind in KINDS for prefix in "BI"))
+
+_LAYOUT = (tokenize.NEWLINE, tokenize.NL, tokenize.INDENT, tokenize.DEDENT, tokenize.COMMENT, tokenize.ENDMARKER)
+# Line from 1, column from 0.
+_Place = tuple[int, int]
+
+
+def stdlib_tags() -> "datasets.Dataset":
+    """Return columns `tokens`, `tags` (B- and I- of 8 kinds, and O) and `id` (`package/file.py:line`), in file order.
+
+    A row is a function of `stdlib_functions`. Its words are Python's tokens without comments and layout. The kinds:
+
+    - `function`: the name in a definition
+    - `call`: a called name
+    - `attribute`: another dotted name
+    - `parameter`, `variable`: parameters, and variables that the function assigns
+    - `global`: all other names
+    - `exception`: a caught exception
+    - `keyword`: the name of a keyword argument
+
+    A dotted name is one entity: `os.path.join` in a call is B-call and four I-call.
+    """
+    import datasets
+
+    functions = evenly_spaced(list(distinct_functions().items()), MAX_TAGGED)
+    rows = [
+        (words, list(map(TAG_NAMES.index, tags)), where)
+        for text, where in functions
+        for words, tags in [tagged_words(text)]
+        if words
+    ]
+    string, tag = datasets.Value("string"), datasets.ClassLabel(names=list(TAG_NAMES))
+    return data_set({"tokens": datasets.List(string), "tags": datasets.List(tag), "id": string}, rows)
+
+
+def tagged_words(text: str) -> tuple[list[str], list[str]]:
+    """Return the tokens of a function and their tags. Both are empty if `parse_function` returns None."""
+    tree = parse_function(text)
+    if tree is None:
+        return [], []
+    tokens = [token for token in tokenize.generate_tokens(io.StringIO(text).readline) if token.type not in _LAYOUT]
+    spans = dict(_spans(tree))
+    tags: list[str] = []
+    kind, end = "", (0, 0)
+    for number, token in enumerate(tokens):
+        if token.start < end:
+            tags.append(f"I-{kind}")
+            continue
+        is_defined = number > 0 and tokens[number - 1].string == "def"
+        kind, end = ("function", token.end) if is_defined else spans.get(token.start, ("", token.end))
+        is_name = token.type == tokenize.NAME
+        tags.append(f"B-{kind}" if kind and is_name else "O")
+        # A name inside a string. Older Pythons do not report its place.
+        if not is_name:
+            end = token.end
+    return [token.string for token in tokens], tags
+
+
+def _spans(tree: ast.Module) -> Iterator[tuple[_Place, tuple[str, _Place]]]:
+    """Yield (start, (kind, end)) of each name. A dotted name is one span; its parts have no spans."""
+    every = list(ast.walk(tree))
+    parameters = {node.arg for node in every if isinstance(node, ast.arg)}
+    assigned = {node.id for node in every if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    called = {id(node.func) for node in every if isinstance(node, ast.Call)}
+    handlers = [node.type for node in every if isinstance(node, ast.ExceptHandler) and node.type is not None]
+    caught = {id(part) for kind in handlers for part in (kind.elts if isinstance(kind, ast.Tuple) else [kind])}
+    nodes: list[ast.AST] = [tree]
+    # The list grows: children are appended, except inside dotted names.
+    for node in nodes:
+        if isinstance(node, ast.arg | ast.keyword) and node.arg is not None:
+            kind = "parameter" if isinstance(node, ast.arg) else "keyword"
+            yield _at(node), (kind, (node.lineno, node.col_offset + len(node.arg)))
+        elif isinstance(node, ast.Name | ast.Attribute) and _is_dotted(node):
+            kind = "attribute"
+            if id(node) in called:
+                kind = "call"
+            elif id(node) in caught:
+                kind = "exception"
+            elif isinstance(node, ast.Name):
+                kind = "parameter" if node.id in parameters else "variable" if node.id in assigned else "global"
+            assert node.end_lineno is not None
+            assert node.end_col_offset is not None
+            yield _at(node), (kind, (node.end_lineno, node.end_col_offset))
+            continue
+        nodes += ast.iter_child_nodes(node)
+
+
+def _at(node: ast.expr | ast.arg | ast.keyword) -> _Place:
+    return node.lineno, node.col_offset
+
+
+def _is_dotted(node: ast.AST) -> bool:
+    """Return whether an expression is a name or a dotted name."""
+    while isinstance(node, ast.Attribute):
+        node = node.value
+    return isinstance(node, ast.Name)
+
+
+_FIRST_SYLLABLE, _LAST_SYLLABLE = 0xAC00, 0xD7A3
+
+
+def hangul_letters() -> "datasets.Dataset":
+    """Return columns `source`, `target` and `id` (`U+AC01`) for all 11,172 syllables in Unicode order.
+
+    The source is the Unicode name of a syllable in Latin letters (`ggwaelg`). The target lists the names of its two or
+    three letters (`ssangkiyeok wae rieul-kiyeok`). The source does not mark letter boundaries; they follow from the
+    other letters.
+    """
+    rows = []
+    for syllable in map(chr, range(_FIRST_SYLLABLE, _LAST_SYLLABLE + 1)):
+        letters = [unicodedata.name(part).split(" ", 2)[2] for part in unicodedata.normalize("NFD", syllable)]
+        source = unicodedata.name(syllable).removeprefix("HANGUL SYLLABLE ")
+        rows.append((source.lower(), " ".join(letters).lower(), f"U+{ord(syllable):04X}"))
+    return data_set(("source", "target", "id"), rows)

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_train.core.format import format_count
-from accel_train.data.builtin.digit_scenes import LABEL_NAMES, digit_scenes, digits
-from accel_train.data.builtin.digit_scenes import NAME as DIGIT_SCENES
+from accel_train.data.builtin.digit_scenes import DIGIT_SCENES, LABEL_NAMES, digit_scenes, digits
 from accel_train.data.images.images import IMAGE_SUFFIXES, FileImages, ImagePool, Target, join_images, list_files
 from accel_train.data.images.misread import refuse_annotations, refuse_masks_as_classes, refuse_parts_as_classes
 from accel_train.data.images.pairs import LISTED_SUFFIXES, listed_pool, pair_of_folders, pairs_pool

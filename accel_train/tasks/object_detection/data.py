@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 
 from accel_train.core.errors import DataError
 from accel_train.core.format import format_count
-from accel_train.data.builtin.digit_scenes import NAME as DIGIT_SCENES
+from accel_train.data.builtin.digit_scenes import DIGIT_SCENES
 from accel_train.data.images.annotations.checks import check_boxes, other_order, refuse_faults, repeated_images
 from accel_train.data.images.annotations.coco import read_coco
 from accel_train.data.images.annotations.columns import KIND as COLUMNS
@@ -255,11 +255,12 @@ class DetectionSample(NamedTuple):
     """Class of each box, (K,)."""
 
 
+@dataclass(eq=False)
 class BoxedImages(Dataset[DetectionSample]):
     """Images for evaluation: the whole image resized to `image_size`."""
 
-    def __init__(self, images: ImageRows, settings: DetectionSettings) -> None:
-        self.images, self.settings = images, settings
+    images: ImageRows
+    settings: DetectionSettings
 
     def __len__(self) -> int:
         return len(self.images)

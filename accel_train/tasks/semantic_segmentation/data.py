@@ -14,8 +14,7 @@ from PIL import Image
 from torch.utils.data import Dataset
 
 from accel_train.core.errors import DataError
-from accel_train.data.builtin.digit_scenes import LABEL_NAMES
-from accel_train.data.builtin.digit_scenes import NAME as DIGIT_SCENES
+from accel_train.data.builtin.digit_scenes import DIGIT_SCENES, LABEL_NAMES
 from accel_train.data.images.augment import Pixels, color_jitter, draw_start, place_crop
 from accel_train.data.images.images import ImagePool, Images, Target, evenly_spaced, in_threads
 from accel_train.data.images.labelled import ImageRows, ImageSets, divide_pools
@@ -187,11 +186,12 @@ class SegmentSample(NamedTuple):
     """Mask (H, W): S x T in training, the mask's own size in evaluation."""
 
 
+@dataclass(eq=False)
 class SegmentationImages(Dataset[SegmentSample]):
     """Pairs for evaluation: the whole image resized to `image_size`, and the unchanged mask."""
 
-    def __init__(self, pairs: ImageRows, settings: SegmentSettings) -> None:
-        self.pairs, self.settings = pairs, settings
+    pairs: ImageRows
+    settings: SegmentSettings
 
     def __len__(self) -> int:
         return len(self.pairs)

@@ -1,6 +1,6 @@
 """Korean syllables: each is there once, with the names of its letters."""
 
-from accel_train.data.builtin.hangul import hangul_letters
+from accel_train.data.builtin.stdlib import hangul_letters
 
 
 def test_each_syllable_is_there_once_with_its_letters() -> None:
