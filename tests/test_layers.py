@@ -41,7 +41,6 @@ MOST_LINES = 500
 LONG = {
     "task": "what a task may define, each with its docstring",
     "recipe.schema": "all settings, each with its docstring",
-    "tasks.causal_lm.probe": "all proofs of a model's layers",
 }
 MAY_KNOW_TRANSFORMERS = ("task", "model", "hf", "data.text", "data.images", "parallel", "inference")
 RUNS_FOREIGN_CODE_BY_CONSENT = {

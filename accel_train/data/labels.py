@@ -18,11 +18,8 @@ from accel_train.data.tables import LABEL_NAMES, binary_value, show_cell
 
 # Label of a position or sample without a label. Cross-entropy and metrics ignore it.
 IGNORED_LABEL = -100
-
 _NO_LABEL = "the row has no label; fill it in, or drop the row"
-
 ProblemType = Literal["single_label", "multi_label", "regression"]
-
 CLASSES_SHOWN = 12
 """Most classes that a message lists one by one."""
 _MOST_NUMBERS = 20
@@ -82,6 +79,11 @@ class LabelScheme:
             except ValueError as error:
                 raise ValueError(f"{where(row)}, column {self.column!r}: {error}") from None
         return encoded
+
+    def counts(self, labels: NDArray[Any]) -> dict[str, int]:
+        """Return the number of samples per class, from the encoded labels of a classification."""
+        counts = (labels > 0).sum(0) if labels.ndim > 1 else np.bincount(labels[labels >= 0], minlength=len(self.names))
+        return dict(zip(self.names, counts.tolist(), strict=True))
 
     def _encoded(self, value: Any) -> Any:
         if is_missing(value):
@@ -170,8 +172,8 @@ def label_scheme(
                 f"data.label_names has {len(label_names)} names, but the problem is regression ({reason}); leave it "
                 "out, or set model.problem_type: single_label"
             )
-        mixed = tuple(_mixed_kinds(values, column))
-        return LabelScheme(kind, tuple(label_names or (column,)), column, False, reason, notes=mixed)
+        names = tuple(label_names or (column,))
+        return LabelScheme(kind, names, column, False, reason, notes=_mixed_kinds(values, column))
     labels = values
     if kind == "multi_label":
         labels = [label for value in values for label in labels_in(value) or ()]
@@ -195,7 +197,7 @@ def label_scheme(
         ordered = sorted(found, key=int) if all(map(is_whole, found)) else sorted(found)
         if known_names is not None and sorted(known_names) == sorted(ordered):
             ordered = list(known_names)
-        scheme = LabelScheme(kind, tuple(ordered), column, False, reason, notes=tuple(_mixed_kinds(labels, column)))
+        scheme = LabelScheme(kind, tuple(ordered), column, False, reason, notes=_mixed_kinds(labels, column))
     if len(scheme.names) < (2 if kind == "single_label" else 1):
         # If a label has the wrong type, this raises a better message.
         scheme.encode(values, where)
@@ -272,17 +274,17 @@ def label_name(value: Any) -> str | None:
     return str(int(value)) if is_whole else None
 
 
-def _mixed_kinds(labels: Sequence[Any], column: str) -> list[str]:
-    """Return a note if one column mixes text, numbers and true/false, or an empty list."""
+def _mixed_kinds(labels: Sequence[Any], column: str) -> tuple[str, ...]:
+    """Return a note if one column mixes text, numbers and true/false, or nothing."""
     first: dict[str, Any] = {}
     for label in labels:
         if isinstance(label, str | bool | np.bool_ | int | float | np.number):
             is_binary = isinstance(label, bool | np.bool_)
             first.setdefault("text" if isinstance(label, str) else "true/false" if is_binary else "number", label)
     if len(first) < 2:
-        return []
+        return ()
     shown = ", ".join(f"{kind} {show_cell(value)}" for kind, value in first.items())
-    return [f"column {column!r} mixes labels of several types: {shown}. Write all of them in one way"]
+    return (f"column {column!r} mixes labels of several types: {shown}. Write all of them in one way",)
 
 
 def _fault(value: Any, fault: str, remedy: str) -> ValueError:
@@ -323,7 +325,7 @@ def _problem_type(values: Sequence[Any], column: str, asked: str, are_named: boo
 
 def _as_number(value: Any) -> float | None:
     """Return the number in a cell, or None. Numbers in csv files are text."""
-    if isinstance(value, bool | np.bool_ | list | tuple | dict) or value is None:
+    if isinstance(value, bool | np.bool_):
         return None
     try:
         return float(value)

@@ -22,9 +22,16 @@ from accel_train.data.text.tokens import Tokens, joined
 from accel_train.recipe.data import Data, TrainedTokenizer
 from accel_train.recipe.schema import Recipe
 from accel_train.task import Facts
-from accel_train.tasks.causal_lm import encoding
 from accel_train.tasks.causal_lm.config import CausalLMData
-from accel_train.tasks.causal_lm.encoding import Encoder, Example, Messages
+from accel_train.tasks.causal_lm.encoding import (
+    Encoder,
+    Example,
+    Messages,
+    Warnings,
+    chat_encoder,
+    chat_template,
+    completion_encoder,
+)
 from accel_train.tasks.causal_lm.packing import TokenRows
 from accel_train.tasks.rows import given
 
@@ -48,7 +55,7 @@ def prepare_rows(recipe: Recipe, *, progress: bool) -> RowCorpus:
     keep = open_rows(data, progress)
     name = "bytes" if isinstance(spec, TrainedTokenizer) else spec
     tokenizer = pretrained_tokenizer(name, trust_remote_code=recipe.model.trust_remote_code)
-    template = encoding.chat_template(tokenizer.tokenizer, data) if data.format == "chat" else ""
+    template = chat_template(tokenizer.tokenizer, data) if data.format == "chat" else ""
     today = time.strftime("%x") if "strftime_now" in template else ""
     kept = keep(
         [contents_of(tokenizer.tokenizer), spec, template, today], lambda: _encoded(recipe, tokenizer, progress), tuple
@@ -91,10 +98,8 @@ def _encoded(recipe: Recipe, tokenizer: TextTokenizer, progress: bool) -> Values
     if isinstance(spec, TrainedTokenizer):
         bpe = bpe_of(texts_of(rows), spec)
         tokenizer = _trained(bpe, spec)
-    warnings = encoding.Warnings(list)
-    encode = (encoding.chat_encoder if data.format == "chat" else encoding.completion_encoder)(
-        tokenizer, data, warnings
-    )
+    warnings = Warnings(list)
+    encode = (chat_encoder if data.format == "chat" else completion_encoder)(tokenizer, data, warnings)
     # The windows of a mixture are of one source each.
     parts = [rows]
     if data.mixture:

@@ -85,13 +85,15 @@ def pack(lengths: NDArray[np.int64], capacity: int) -> Windows:
     return sorted([np.sort(rows) for rows in windows], key=lambda rows: int(rows[0]))
 
 
+@dataclass(eq=False)
 class PackedRows(Dataset[NDArray[np.int64]]):
     """Windows of `sequence_length` positions with whole rows, in memory. A token takes 5 bytes."""
 
-    def __init__(self, rows: TokenRows, windows: Windows, *, sequence_length: int, padding_id: int) -> None:
-        self.rows, self.windows, self.sequence_length = rows, windows, sequence_length
-        # Any token id works: no row attends to padding, and padding has no targets.
-        self.padding_id = padding_id
+    rows: TokenRows
+    windows: Windows
+    sequence_length: int
+    padding_id: int
+    """Any token id works: no row attends to padding, and padding has no targets."""
 
     def __len__(self) -> int:
         return len(self.windows)

@@ -51,14 +51,15 @@ SOFTCAP = "final_logit_softcapping"
 """Field of a transformers configuration: the cap of the logits, applied as cap * tanh(logits / cap)."""
 
 Batch = Mapping[str, Any]
+Compute = Callable[[nn.Module, Batch, bool], Tensor]
 
 
 class Forward(NamedTuple):
     """The functions that training computes with, provided by the task."""
 
     attention_arguments: Callable[[Recipe, PreTrainedConfig], dict[str, str]]
-    logits: Callable[[nn.Module, Batch, bool], Tensor]
-    hidden_states: Callable[[nn.Module, Batch, bool], Tensor]
+    logits: Compute
+    hidden_states: Compute
     loss_sum: Callable[..., Tensor]
 
 
@@ -290,18 +291,12 @@ class _Probe:
         with torch.no_grad():
             return self.forward.logits(self.trained, batch, self.compiled)
 
-    @property
-    def packed(self) -> Batch:
-        """Batch with several documents per row, masked as `data.mask_documents` does."""
-        return collate_windows(self.tokens, separator_id=1, mask_documents=True)
-
-    @property
-    def plain(self) -> Batch:
-        """Batch with the same rows, without a document mask."""
-        return collate_windows(self.tokens, separator_id=1, mask_documents=False)
+    def _batch(self, *, is_masked: bool) -> Batch:
+        """Return a batch with several documents per row, masked as `data.mask_documents` does, or not masked."""
+        return collate_windows(self.tokens, separator_id=1, mask_documents=is_masked)
 
     def _documents(self, alone: Sequence[Tensor]) -> float:
-        logits = self._logits(self.packed)
+        logits = self._logits(self._batch(is_masked=True))
         return _largest_difference([logits[row : row + 1, begin:end] for row, begin, end in self.parts], alone)
 
     def _capped(self) -> float:
@@ -372,7 +367,7 @@ class _Probe:
         if chunked_loss.why_whole(self.trained) is not None:
             # Training uses whole logits.
             return None
-        batch, head = self.plain, self.trained.get_output_embeddings()
+        batch, head = self._batch(is_masked=False), self.trained.get_output_embeddings()
         labels, smoothing, z_loss = batch["labels"], self.recipe.loss.label_smoothing, self.recipe.loss.z_loss
 
         def own() -> Tensor:
@@ -386,7 +381,7 @@ class _Probe:
         return _difference_of_losses(self.trained, own, self.trained, in_chunks)
 
     def _checkpointing(self) -> float:
-        batch, smoothing = self.packed if self.is_masked else self.plain, self.recipe.loss.label_smoothing
+        batch, smoothing = self._batch(is_masked=self.is_masked), self.recipe.loss.label_smoothing
         saves = deepcopy(self.trained)
         checkpoint_activations(saves, self.recipe.precision)
 
@@ -412,7 +407,7 @@ class _Probe:
 
         named = dict(self.trained.named_modules())
         hooks = [module.register_forward_hook(keep(name)) for name, module in named.items()]
-        batch = dict(self.packed)
+        batch = dict(self._batch(is_masked=True))
         other = batch["input_ids"].clone()
         # Shuffle only the previous document.
         other[0, 1:begin] = other[0, 1:begin].flip(0).roll(1)
@@ -433,8 +428,7 @@ class _Probe:
 
 def _logits_of(model: nn.Module, tokens: Any) -> Tensor:
     """Return the logits (B, T, vocabulary) of transformers' own forward pass."""
-    logits: Tensor = model(input_ids=torch.as_tensor(tokens), use_cache=False).logits
-    return logits
+    return model(input_ids=torch.as_tensor(tokens), use_cache=False).logits
 
 
 def _part_of_block(named: Mapping[str, nn.Module], name: str) -> str:

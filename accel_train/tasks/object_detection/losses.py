@@ -37,7 +37,6 @@ SOFTMAX = ("detr", "table-transformer", "yolos")
 FOCAL = ("conditional_detr", "deformable_detr")
 REAL_TIME = ("d_fine", "rt_detr", "rt_detr_v2")
 _EDGES = 4
-_NUM_TERMS = 4
 _TEMPERATURE = 5
 """Temperature of D-FINE's distillation."""
 
@@ -85,15 +84,16 @@ def weights_of_terms(counts: Tensor, config: PreTrainedConfig) -> Tensor:
     no_object = getattr(config, "eos_coefficient", None) or 0.0
     has = [(each * _EDGES).clamp(min=1) for each in (matched, unmatched)]
     roots = [(each * _EDGES / images.clamp(min=1)).sqrt() for each in (matched, unmatched)]
-    total = (roots[0] + roots[1]).clamp(min=torch.finfo(counts.dtype).tiny)
-    cross_entropy = 1 / (matched + no_object * unmatched).clamp(min=torch.finfo(counts.dtype).tiny)
+    tiny = torch.finfo(counts.dtype).tiny
+    total = (roots[0] + roots[1]).clamp(min=tiny)
+    cross_entropy = 1 / (matched + no_object * unmatched).clamp(min=tiny)
     return torch.stack([cross_entropy, 1 / boxes.clamp(min=1), roots[0] / total / has[0], roots[1] / total / has[1]])
 
 
 class GlobalCounts(SummedParts):
     """Sums the counts of all micro-batches of all processes. No forward is needed for them."""
 
-    num_terms = _NUM_TERMS
+    num_terms = 4
 
 
 def watch(model: PreTrainedModel) -> None:
@@ -200,11 +200,7 @@ class Terms:
             return [last, *all_layers(*earlier), *first]
         corners, points = further["predicted_corners"], further["initial_reference_points"]
         own = [each[:, :-1].transpose(0, 1) for each in (corners, points)]
-        found = [
-            last,
-            *_set_aux_loss2(*earlier, *own, corners[:, -1], classes[:, -1]),
-            *first,
-        ]
+        found = [last, *_set_aux_loss2(*earlier, *own, corners[:, -1], classes[:, -1]), *first]
         return [layer | {"pred_boxes": layer["pred_boxes"].clamp(min=0, max=1)} for layer in found]
 
     def _terms(self, layer: Layer, indices: tuple[Tensor, ...], batch: Batch) -> Tensor:

@@ -21,6 +21,7 @@ from accel_train.core.state import Choice, Choices
 from accel_train.data.images.first_format import first_repr
 from accel_train.data.images.images import evenly_spaced, text_digest
 from accel_train.data.images.labelled import ImageRows
+from accel_train.model.tensors import numel
 from accel_train.recipe.schema import Recipe
 from accel_train.task import Batch, Columns, Scores, TaskData, Tensors, Totals
 from accel_train.tasks.common.vision import ImageSource, VisionTask
@@ -86,7 +87,7 @@ print(found["labels"], found["scores"], found["boxes"])"""
             )
         settings = detection.DetectionSettings(source.preprocessing, data.augment, data.min_visible)
         train = detection.AugmentedBoxedImages(sets.train, settings)
-        evaluation = None if sets.eval is None else detection.BoxedImages(sets.eval, settings)
+        evaluation = None if held is None else detection.BoxedImages(held, settings)
         for side in filter(None, (train, evaluation)):
             for index in evenly_spaced(len(side), _NUM_TRIED):
                 side.decoded(index)
@@ -114,7 +115,7 @@ print(found["labels"], found["scores"], found["boxes"])"""
             for parameter in frozen:
                 parameter.requires_grad_(True)
         elif frozen:
-            number = sum(each.numel() for each in frozen)
+            number = numel(frozen)
             data.add_notes([f"transformers freezes {number:,} parameters of the pretrained backbone"])
         losses.watch(model)
         self.config, self.num_queries = model.config, losses.num_queries(model.config)

@@ -145,12 +145,11 @@ class QuestionAnswering(EncoderTask):
         return self._loss_sum(self._logits(model, batch), batch, smoothing)
 
     def _loss_sum(self, logits: tuple[Tensor, Tensor], batch: Batch, smoothing: float) -> Tensor:
-        start, end = logits
-        losses = (
+        first, last = (
             position_loss_sum(places, batch[name], batch["attention_mask"], smoothing)
-            for places, name in ((start, "start_positions"), (end, "end_positions"))
+            for places, name in zip(logits, ("start_positions", "end_positions"))
         )
-        return sum(losses, start=start.new_zeros(())) / 2
+        return (first + last) / 2
 
     def _logits(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the fp32 logits (W, T) of the first token and of the last token."""

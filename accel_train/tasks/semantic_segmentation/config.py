@@ -8,6 +8,9 @@ from accel_train.recipe.data import ImageData
 from accel_train.recipe.tasks import TaskSpec
 from accel_train.recipe.values import PositiveInt
 
+Byte = Annotated[int, Field(ge=0, le=255)]
+"""Value of a pixel."""
+
 
 class SemanticSegmentationData(ImageData):
     """Settings of `data` for semantic segmentation."""
@@ -19,13 +22,13 @@ class SemanticSegmentationData(ImageData):
     """Whether 0 in a mask means "no class" and is not counted. Class 0 is then stored as 1
     (ADE20K).
     """
-    mask_values: tuple[Annotated[int, Field(ge=0, le=255)], ...] | None = Field(default=None, examples=[[0, 128, 255]])
+    mask_values: tuple[Byte, ...] | None = Field(default=None, examples=[[0, 128, 255]])
     """Values in the masks, in the order of the classes ([0, 255] for black and white). Other
     values are not counted.
     """
     crop_size: PositiveInt | tuple[PositiveInt, PositiveInt] | None = Field(default=None, examples=[512])
     """Side of the training crops in pixels, or [height, width]. Default: image_size."""
-    ignore_index: Annotated[int, Field(ge=0, le=255)] = 255
+    ignore_index: Byte = 255
     """Value of mask pixels that are not counted."""
 
 

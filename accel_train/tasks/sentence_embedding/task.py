@@ -72,7 +72,7 @@ class SentenceEmbedding(EncoderTask):
         self.pooling, self.pooling_reason = _pooling(recipe, section)
         rows = rows_of.load_rows(recipe)
         reader = self.reader(recipe, chain.from_iterable(row.texts for row in rows.train), is_pair=False)
-        _check_config(recipe, reader.config, section)
+        _check_config(reader.config, section)
         encode = partial(
             rows_of.tokenize_rows,
             prompts=[section.prompts[name] for name in section.prompt_names],
@@ -127,8 +127,7 @@ class SentenceEmbedding(EncoderTask):
 
     def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
         """Return the fp32 loss summed over rows. In training, other rows of the global batch are negatives."""
-        table = self._table(model, batch)
-        return (self.global_loss or GlobalBatch(self.objective)).loss_sum(table)
+        return (self.global_loss or GlobalBatch(self.objective)).loss_sum(self._table(model, batch))
 
     def global_part(self, model: nn.Module, batch: Batch) -> Tensor:
         """Return the vectors of a micro-batch, packed, for `GlobalLoss.over`."""
@@ -288,7 +287,7 @@ def _pooling(recipe: Recipe, section: SentenceEmbeddingData) -> tuple[Pooling, s
     return "mean", "the default; the model names none"
 
 
-def _check_config(recipe: Recipe, config: PreTrainedConfig, section: SentenceEmbeddingData) -> None:
+def _check_config(config: PreTrainedConfig, section: SentenceEmbeddingData) -> None:
     if config.is_encoder_decoder:
         raise ValueError(
             f"model type {config.model_type!r} has an encoder and a decoder, and sentence-embedding pools one stack; "

@@ -34,7 +34,6 @@ from accel_train.task import Batch, Columns, Facts, Scores, Task, TaskData, Tens
 from accel_train.tasks.common import classification
 from accel_train.tasks.common import text_models as models
 from accel_train.tasks.common.generation import TextGenerator, decoded, spaced
-from accel_train.tasks.common.text_models import DEFAULT_MAX_LENGTH, Head
 from accel_train.tasks.common.texts import Divided, TextRow
 from accel_train.tasks.common.vocabulary import fields_with_vocabulary
 from accel_train.tasks.rows import TextSource, digest_of_sides, token_accuracy, token_counts
@@ -260,7 +259,7 @@ def _cut(sizes: NDArray[np.int64], lengths: tuple[int, int], data: Seq2SeqData) 
     ]
 
 
-SEQ2SEQ = Head("sequence-to-sequence", AutoModelForSeq2SeqLM, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING)
+SEQ2SEQ = models.Head("sequence-to-sequence", AutoModelForSeq2SeqLM, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING)
 _BEGIN_WITH_LAST_LABEL = ("mbart", "plbart")
 """Model types whose decoder begins with the last label, the token that ends a text."""
 
@@ -310,7 +309,7 @@ def resolve_lengths(recipe: Recipe, config: PreTrainedConfig, tokenizer: PreTrai
     ):
         positions = getattr(config, f"max_{side}_position_embeddings", getattr(config, "max_position_embeddings", None))
         if asked is None:
-            asked = min(DEFAULT_MAX_LENGTH, tokenizer.model_max_length, positions or DEFAULT_MAX_LENGTH)
+            asked = min(models.DEFAULT_MAX_LENGTH, tokenizer.model_max_length, positions or models.DEFAULT_MAX_LENGTH)
         if positions is not None and asked > positions:
             raise ValueError(
                 f"data.{name}={asked} is longer than the {positions} positions of the model's {side}; "

@@ -38,11 +38,7 @@ class LabelledTexts(Divided[TextRow]):
     @property
     def num_train_of_label(self) -> dict[str, int]:
         """Return the number of training texts per class. Empty for regression."""
-        if self.scheme.problem_type == "regression":
-            return {}
-        labels, names = self.train_labels, self.scheme.names
-        per_class = (labels > 0).sum(0) if labels.ndim > 1 else np.bincount(labels[labels >= 0], minlength=len(names))
-        return dict(zip(names, per_class.tolist(), strict=True))
+        return {} if self.scheme.problem_type == "regression" else self.scheme.counts(self.train_labels)
 
 
 def kept_texts(recipe: Recipe, known_names: tuple[str, ...] | None, keep: Keep) -> LabelledTexts:

@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 
 _SENTENCES_PER_CALL = 1000
 
+Tags = list[NDArray[np.int64]]
+"""Ids of the tags of each sentence (-100: unknown)."""
+
 
 class Sentence(NamedTuple):
     """One sentence and the tags of its words."""
@@ -65,15 +68,13 @@ class TaggedSentences(Divided[Sentence]):
     """Sentences in memory, with the ids of their tags (-100: unknown)."""
 
     scheme: LabelScheme
-    train_tags: list[NDArray[np.int64]]
-    eval_tags: list[NDArray[np.int64]]
+    train_tags: Tags
+    eval_tags: Tags
 
     @property
     def num_train_of_label(self) -> dict[str, int]:
         """Return the number of training words per tag."""
-        tags = np.concatenate(self.train_tags)
-        counts = np.bincount(tags[tags >= 0], minlength=len(self.scheme.names))
-        return dict(zip(self.scheme.names, counts.tolist(), strict=True))
+        return self.scheme.counts(np.concatenate(self.train_tags))
 
 
 def load_sentences(recipe: Recipe, known_names: tuple[str, ...] | None) -> TaggedSentences:
@@ -234,7 +235,7 @@ def _position(column: str | None, default: int) -> int:
     return int(column) - 1 if column is not None and column.isdigit() and int(column) else default
 
 
-def encode_tags(scheme: LabelScheme, rows: Sequence[Sentence]) -> list[NDArray[np.int64]]:
+def encode_tags(scheme: LabelScheme, rows: Sequence[Sentence]) -> Tags:
     """Return the ids of each sentence's tags, or -100 if the scheme has no column.
 
     Raises:
