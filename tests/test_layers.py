@@ -33,6 +33,7 @@ LINES = (
     ("guard", "metrics", "data", "observe", "runtime"),
     ("task",),
     ("recipe",),
+    ("buckets",),
     ("core",),
 )
 LARGEST_PACKAGE = 15  # modules, packages inside counted as one

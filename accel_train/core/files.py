@@ -236,6 +236,14 @@ def path_problem(text: str) -> str | None:
     return None
 
 
+def user_cache() -> Path:
+    """Return $ACCEL_TRAIN_CACHE, or ~/.cache/accel_train by default. The folder may not exist yet."""
+    path = os.environ.get("ACCEL_TRAIN_CACHE") or "~/.cache/accel_train"
+    if (problem := path_problem(path)) is not None:
+        raise ValueError(f"ACCEL_TRAIN_CACHE={path!r} {problem}")
+    return Path(path).expanduser().absolute()
+
+
 def output_path(text: str, option: str = "--out") -> Path:
     """Return the path given by an option.
 

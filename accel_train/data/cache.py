@@ -20,7 +20,7 @@ from typing import Any
 from filelock import BaseFileLock, FileLock
 
 from accel_train.core.errors import DataError
-from accel_train.core.files import path_problem, sha256, sync, write_atomically
+from accel_train.core.files import sha256, sync, user_cache, write_atomically
 from accel_train.core.json_io import parse_json, write_plain_json
 from accel_train.core.state import JsonRecord
 from accel_train.recipe.data import Data
@@ -37,14 +37,6 @@ _NUM_SAMPLES, _SAMPLE_BYTES = 64, 4096
 def cache_root(data: Data) -> Path:
     """Return `data.cache_dir`, or the user's cache folder by default. The folder may not exist yet."""
     return user_cache() if data.cache_dir is None else Path(data.cache_dir).expanduser().absolute()
-
-
-def user_cache() -> Path:
-    """Return $ACCEL_TRAIN_CACHE, or ~/.cache/accel_train by default. The folder may not exist yet."""
-    path = os.environ.get("ACCEL_TRAIN_CACHE") or "~/.cache/accel_train"
-    if (problem := path_problem(path)) is not None:
-        raise ValueError(f"ACCEL_TRAIN_CACHE={path!r} {problem}")
-    return Path(path).expanduser().absolute()
 
 
 def cache_folder(data: Data) -> Path:

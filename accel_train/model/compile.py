@@ -22,9 +22,9 @@ from torch import nn
 from torch._dynamo import lookup_backend
 
 from accel_train.core.errors import first_line
+from accel_train.core.files import user_cache
 from accel_train.core.format import format_count
 from accel_train.core.state import Choice, Choices
-from accel_train.data.cache import user_cache
 from accel_train.recipe.schema import MemoryBudget, Precision
 from accel_train.runtime.private import (
     compile_backward_at_once,

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
+    AfterValidator,
     Field,
     PrivateAttr,
     SerializeAsAny,
@@ -19,6 +20,7 @@ from pydantic import (
     model_validator,
 )
 
+from accel_train.buckets.store import local_run
 from accel_train.core.errors import SettingError, setting_error
 from accel_train.core.files import has_variable, path_problem
 from accel_train.core.format import LARGEST_COUNT, did_you_mean
@@ -392,8 +394,10 @@ class Recipe(Section):
     """Name of a built-in task, or `my_module:MyTask`."""
     seed: Seed = 0
     """Seed of all random numbers: weights, data order, augmentation, and dropout."""
-    output_dir: Place
-    """Run folder for checkpoints, logs, and the model."""
+    output_dir: Annotated[Place, AfterValidator(local_run)]
+    """Run folder for checkpoints, logs, and the model. Or a URL of s3, gs, or hf: the run works in a folder below the
+    cache, and copies it there in the background.
+    """
     model: Model
     tokenizer: str | TrainedTokenizer = "auto"
     """Tokenizer: `bytes`, the name or folder of a pretrained tokenizer, or {train_bpe: {vocab_size: 4096}}. auto: the

@@ -14,6 +14,7 @@ from typing import Any, Self
 import torch
 from torch.profiler import profile, record_function
 
+from accel_train.buckets.store import url_of
 from accel_train.checkpoint.fingerprint import OF_BEST, changes_evaluation
 from accel_train.checkpoint.rollback_log import describe
 from accel_train.core.files import make_folders
@@ -50,6 +51,7 @@ from accel_train.runtime.private import watch_compiling
 from accel_train.runtime.watchdog import Watchdog
 from accel_train.task import Facts, TaskData
 from accel_train.training.callbacks import CallbackObserver
+from accel_train.training.upload import Upload
 
 FEW_HELD_OUT = 100
 """Fewer held-out samples of a classifier than this are warned of."""
@@ -100,6 +102,8 @@ class FolderOutput(Output):
 
     def open(self) -> None:
         self.enter_context(self._folder)
+        if (url := url_of(self._folder.path)) is not None:
+            self.enter_context(Upload(self._folder, url))
         if self._recipe.log.notify:
             notifier = Notifier(self._recipe.log.notify, self._folder.path, how_it_ended)
             self._notifiers.append(notifier)
@@ -289,7 +293,8 @@ def announce(run: RunContext, folder: RunFolder) -> None:
     plan, point, step, observer = run.plan, run.plan.resume_point, run.state.step, run.observer
     setting_changes, has_finished = run.changes, step >= plan.max_steps
     if not (has_finished and setting_changes):  # it would say what no step was trained with
-        folder.write_text(RECIPE_FILE, format_recipe(plan.given, plan.choices))
+        given = plan.given.model_copy(update={"output_dir": url_of(folder.path) or plan.given.output_dir})
+        folder.write_text(RECIPE_FILE, format_recipe(given, plan.choices))
     shown = plan.choices if plan.extensions.verbose else notable_choices(run)
     width = max(map(len, [*shown, "model"]))
     for name, choice in shown.items():

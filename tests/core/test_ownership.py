@@ -256,7 +256,7 @@ def test_a_run_resumes_from_a_copy_without_hidden_files(here: Path, part: str) -
     assert bool(kept) == (part == ".")
 
 
-@pytest.mark.parametrize("place", ["", "  ", "s3://bucket/run", "gs://b/r", "hf://b/r", "file:///tmp/run"])
+@pytest.mark.parametrize("place", ["", "  ", "https://bucket/run", "az://b/r", "s3://"])
 def test_a_place_that_is_blank_or_no_folder_is_refused(here: Path, place: str, capsys: Capture) -> None:
     before = digests(here)
     errors = []

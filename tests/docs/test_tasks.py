@@ -13,7 +13,7 @@ from tests.support.runs import REPOSITORY
 from tests.support.wording import assert_generated
 
 FOR_DEVELOPERS = {"dev", "docs", "mutants"}
-SERVICES = {"wandb", "trackio"}
+SERVICES = {"wandb", "trackio", "buckets"}
 
 
 def test_the_page_about_tasks_has_the_table_of_the_program() -> None:

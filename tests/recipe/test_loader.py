@@ -297,7 +297,7 @@ def test_a_tilde_is_the_home_folder_and_a_name_with_a_dollar_sign_is_a_name(
         ({"schedule": {"max_steps": 5, "warmup_steps": 10}}, ("schedule.warmup_steps",)),
         ({"schedule": {"max_steps": 5, "num_epochs": 2}}, ("schedule.max_steps", "schedule.num_epochs")),
         ({"model": {"config": {"n_layer": 2}}}, ("model.config",)),
-        ({"output_dir": "s3://bucket"}, ("output_dir",)),
+        ({"output_dir": "https://bucket"}, ("output_dir",)),
         ({"output_dir": "$HOME/x"}, ("output_dir",)),
         ({"output_dir": "a/${USER}"}, ("output_dir",)),
         ({"data": {"train": "a.txt", "cache_dir": "$SCRATCH"}}, ("data.cache_dir",)),

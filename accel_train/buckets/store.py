@@ -1,0 +1,205 @@
+"""A folder in a bucket, and the local run folder that stands for it.
+
+A run whose `output_dir` is s3://bucket/name works in CACHE/runs/s3:%2F%2Fbucket%2Fname, and `training.upload` copies
+this folder to the bucket. So every reader of a run needs local files only.
+"""
+
+import hashlib
+import secrets
+import socket
+import time
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, unquote
+
+from accel_train.core.errors import SettingError, check_packages, first_line
+from accel_train.core.files import make_folders, user_cache, write_atomically
+from accel_train.core.ownership import MARKER
+from accel_train.core.redaction import redact_text
+
+STORES = {"s3": "s3fs", "gs": "gcsfs", "hf": "huggingface_hub", "memory": "fsspec", "file": "fsspec"}
+"""Package that reads and writes a kind of bucket, by the scheme of its URLs."""
+LOCK = ".lock"
+OWNER = ".lock.owner"
+"""File in a local run folder that says whether a lock in the bucket is of this folder."""
+LOCK_SECONDS = 1800.0
+"""Age at which a lock is stale. A run renews its lock between two checkpoints."""
+START_SECONDS = 5.0
+"""Seconds for which a failing request is repeated before the run trains."""
+FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.1, 30.0
+
+
+def is_of_store(name: str) -> bool:
+    """Return whether a name is a URL in a bucket, without user and password."""
+    scheme, _, rest = name.partition("://")
+    parts = rest.strip("/").split("/")
+    return scheme in STORES and "@" not in parts[0] and not {"", ".", ".."} & {*parts}
+
+
+def local_run(name: str) -> str:
+    """Return the local run folder that stands for a URL. Other names are returned unchanged."""
+    return str(_local_runs() / quote(name.rstrip("/"), ":")) if is_of_store(name) else name
+
+
+def url_of(folder: Path) -> str | None:
+    """Return the URL that a local run folder stands for, or None."""
+    name = unquote(str(folder.relative_to(root))) if folder.is_relative_to(root := _local_runs()) else ""
+    return name if is_of_store(name) else None
+
+
+def _local_runs() -> Path:
+    return user_cache() / "runs"
+
+
+class Store:
+    """The files below a URL, by relative name. A request that fails is repeated for `limit_seconds`.
+
+    `on_failure` is called with a message after the first failure.
+
+    Raises:
+        SettingError: a package is missing, or a request has failed for too long. Its text has no secrets.
+    """
+
+    def __init__(self, url: str, on_failure: Callable[[str], object] = lambda message: None) -> None:
+        check_packages([STORES[url.partition("://")[0]]], "buckets", url)
+        import fsspec
+
+        self.url, self.limit_seconds, self.num_failures = url, START_SECONDS, 0
+        self._on_failure = on_failure
+        self._files, self._root = fsspec.url_to_fs(url, use_listings_cache=False, skip_instance_cache=True)
+        # A folder of this machine has to exist.
+        self._files.auto_mkdir = True
+
+    def names(self, below: str = "") -> list[str]:
+        """Return the names of all files below a folder of the store."""
+        names = (path[len(self._root) :].lstrip("/") for path in self._ask(self._files.find, self._path(below)))
+        return [name for name in names if ".." not in Path(name).parts]
+
+    def read(self, name: str) -> bytes:
+        """Return the content of a small file. It is empty if there is none."""
+        with suppress(FileNotFoundError):
+            return bytes(self._ask(self._files.cat_file, self._path(name)))
+        return b""
+
+    def write(self, name: str, content: bytes) -> None:
+        """Write a small file, and read it back."""
+
+        def write() -> None:
+            self._files.pipe_file(self._path(name), content)
+            if self._files.cat_file(self._path(name)) != content:
+                raise OSError(f"{name} differs from what was written")
+
+        self._ask(write)
+
+    def put(self, path: Path, name: str, digest: str = "") -> None:
+        """Copy a local file to the store. With its SHA-256, read it back, and compare.
+
+        Raises:
+            FileNotFoundError: the local file is gone.
+        """
+
+        def put() -> None:
+            try:
+                self._files.put_file(str(path), self._path(name))
+                if digest:
+                    with self._files.open(self._path(name)) as file:
+                        if hashlib.file_digest(file, "sha256").hexdigest() != digest:
+                            raise OSError(f"{name} differs from its digest")
+            except FileNotFoundError:
+                # The other case is a bucket that is gone.
+                if path.exists():
+                    raise OSError(f"{name} is not found") from None
+                raise
+
+        self._ask(put)
+
+    def fetch(self, below: str, folder: Path, left_out: Collection[str] = ()) -> None:
+        """Copy the files below a folder of the store to a local folder, without the folders and files `left_out`.
+
+        A marker comes last: the files next to it are complete then.
+        """
+        for name in sorted(self.names(below), key=lambda name: name.endswith(MARKER)):
+            path = Path(name).relative_to(below)
+            if path.parts[0] not in left_out:
+                make_folders((folder / path).parent)
+                self._ask(self._files.get_file, self._path(name), str(folder / path))
+
+    def remove(self, below: str, first: str = "") -> None:
+        """Remove all files below a folder, those of the name `first` before the others."""
+        for name in sorted(self.names(below), key=lambda name: Path(name).name != first):
+            self._ask(self._files.rm_file, self._path(name))
+
+    def take_lock(self, folder: Path) -> None:
+        """Write or renew the lock for a local run folder.
+
+        Raises:
+            SettingError: a run in another folder holds the lock.
+        """
+        # The kernel's lock guards the local folder, so a lock of this folder was left by a kill.
+        if not (folder / OWNER).is_file():
+            write_atomically(folder / OWNER, secrets.token_hex(8).encode())
+        owner, (holder, host, since) = (folder / OWNER).read_text(), self.lock()
+        age = time.time() - float(since)
+        if holder != owner and age < LOCK_SECONDS:
+            raise SettingError(
+                f"a run on {host} uses it and renewed its lock {age:.0f} s ago",
+                "Wait for that run, stop it, or give this one another output_dir. If it is dead, remove "
+                f"{self.url}/{LOCK}; the lock ends by itself after {LOCK_SECONDS:.0f} s",
+                f"output_dir={self.url}",
+                ("output_dir",),
+            )
+        self.write(LOCK, f"{owner} {socket.gethostname()} {time.time()}".encode())
+
+    def lock(self) -> list[str]:
+        """Return the owner of the lock, its host, and its time."""
+        fields = self.read(LOCK).decode().split()
+        # No lock, or torn by a kill.
+        return fields if len(fields) == 3 else ["", "", "0"]
+
+    def _path(self, name: str) -> str:
+        return f"{self._root}/{name}".rstrip("/")
+
+    def _ask(self, request: Callable[..., Any], *arguments: str) -> Any:
+        began, pause = time.monotonic(), FIRST_PAUSE_SECONDS
+        while True:
+            try:
+                return request(*arguments)
+            except FileNotFoundError:
+                raise
+            # Each library raises its own types.
+            except Exception as error:
+                reason = redact_text(f"{type(error).__name__}: {first_line(error)}")
+                if time.monotonic() - began + pause > self.limit_seconds:
+                    remedy = "Check the address, the credentials, and the network"
+                    at = f"output_dir={self.url}"
+                    raise SettingError(f"a request failed ({reason})", remedy, at, ("output_dir",)) from None
+                if not self.num_failures:
+                    self._on_failure(f"{self.url}: a request failed ({reason}), and is repeated")
+                self.num_failures += 1
+            time.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+
+
+def fetched_run(name: str, *, with_model: bool) -> str:
+    """Return the local folder of a run, after copying the run's newest files from a bucket if `name` is a URL.
+
+    Raises:
+        SettingError: no run is there, or the bucket cannot be read.
+    """
+    if not is_of_store(name):
+        return name
+    folder, store = Path(local_run(name)), Store(name)
+    owner = folder / OWNER
+    # Otherwise the run trains here, or was killed.
+    if not owner.is_file() or store.lock()[0] != owner.read_text():
+        left_out = ["checkpoints", LOCK]
+        for name in ("model", "adapter"):
+            marker = folder / name / MARKER
+            if not with_model or (marker.is_file() and marker.read_bytes() == store.read(f"{name}/{MARKER}")):
+                left_out.append(name)
+        store.fetch("", folder, left_out)
+    if not folder.exists():
+        raise SettingError("no run is here", "Give the output_dir of a run", name)
+    return str(folder)

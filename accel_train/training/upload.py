@@ -1,0 +1,156 @@
+"""Copy a local run folder to its bucket while the run trains. A checkpoint counts in the bucket once its manifest is
+there, which is written last, after all other files have been read back."""
+
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Self
+
+from accel_train.buckets.store import LOCK, Store
+from accel_train.checkpoint.store import MANIFEST, checkpoint_folders, step_of, steps_of
+from accel_train.core.errors import CheckpointError, Preempted, TrainingStopped
+from accel_train.core.files import make_folders, publish_folder, sha256
+from accel_train.core.json_io import parse_json, utc_event
+from accel_train.core.ownership import MARKER, RUN_NAMES
+from accel_train.core.terminal import print_line
+from accel_train.core.work import working
+from accel_train.data.cache import stamp_of
+from accel_train.observe.run_folder import RunFolder
+
+POLL_SECONDS = 1.0
+FILES_SECONDS = 60.0
+"""Seconds after which changed metrics and other small files are copied, if no checkpoint is."""
+WAIT_SECONDS = 3600.0
+"""Seconds for which the end of a run waits for a bucket that answers no request."""
+_HERE_ONLY = ("checkpoints", ".lock", ".lock.holder")
+
+
+class Upload:
+    """A thread that copies a locked run folder to its bucket: `with Upload(folder, url):`.
+
+    Entering takes the lock of the bucket and fetches a newer run from there. Leaving waits until everything is copied.
+
+    Raises:
+        SettingError: on entering: the bucket cannot be written, or another run holds it.
+        CheckpointError: on leaving: some files could not be copied. They are all in the run folder.
+    """
+
+    def __init__(self, folder: RunFolder, url: str) -> None:
+        self._run, self._folder, self._root = folder, folder.path, folder.path / "checkpoints"
+        self._store = Store(url, self._note)
+        self._complete: dict[str, bytes] = {}
+        """Manifests of the checkpoints in the bucket, by folder name. Empty while a checkpoint is not complete."""
+        self._sent: dict[Path, list[int]] = {}
+        """Size and modification time of each small file when it was copied."""
+        self._closing, self._error = threading.Event(), ""
+        self._due = 0.0
+        self._thread = threading.Thread(target=self._work, name="upload", daemon=True)
+
+    def __enter__(self) -> Self:
+        store = self._store
+        with working(f"asking {store.url}"):
+            store.take_lock(self._folder)
+            for path in map(Path, store.names("checkpoints")):
+                if step_of(path.parent) is not None:
+                    manifest = store.read(str(path)) if path.name == MANIFEST else b""
+                    self._complete[path.parent.name] = self._complete.get(path.parent.name) or manifest
+            there = [Path(name) for name, manifest in self._complete.items() if manifest]
+            if max((step_of(path) or 0 for path in there), default=-1) > max(steps_of(self._root), default=-1):
+                store.fetch("", self._folder, ("checkpoints", LOCK))
+                make_folders(self._root)
+                # The newest comes last. The resume checks the digests.
+                for path in sorted(there, key=lambda path: step_of(path) or 0):
+                    if not (final := self._root / path).exists():
+                        with publish_folder(final, self._root / f".tmp-{path}-{os.getpid()}") as staging:
+                            store.fetch(f"checkpoints/{path}", staging)
+        store.limit_seconds = WAIT_SECONDS
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self._closing.set()
+        # A run that fails leaves the rest to its next start.
+        if not (error is None or isinstance(error, TrainingStopped | Preempted)):
+            return
+        with working(f"uploading to {self._store.url}"):
+            self._thread.join()
+        if self._error and error is None:
+            raise CheckpointError(f"{self._error}. {self._folder} has all files: run again to upload the rest")
+        print_line(self._error or f"uploaded: {self._store.url} (failed requests: {self._store.num_failures})")
+
+    def _note(self, message: str) -> None:
+        step = max(steps_of(self._root), default=0)
+        self._run.append_event(utc_event("upload_slow", step, message, None, {}))
+        print_line(message, sys.stderr)
+
+    def _work(self) -> None:
+        """Copy until the run has ended."""
+        has_more, is_last = True, False
+        while has_more or not is_last:
+            is_last = self._closing.wait(0 if has_more else POLL_SECONDS)
+            try:
+                has_more, self._error = self._copy_changes(is_last), ""
+            # Rotated away meanwhile.
+            except FileNotFoundError:
+                has_more = True
+            # It would be lost in a thread.
+            except Exception as error:
+                has_more, self._error = False, str(error)
+
+    def _copy_changes(self, is_last: bool) -> bool:
+        """Copy the newest checkpoint that the bucket lacks, and then remove old ones.
+
+        Returns:
+            Whether there may be more to copy.
+        """
+        is_due = is_last or time.monotonic() > self._due
+        if is_due:
+            self._store.take_lock(self._folder)
+        here = {folder: (folder / MANIFEST).read_bytes() for folder in checkpoint_folders(self._root)}
+        new = [folder for folder, manifest in here.items() if manifest not in self._complete.values()]
+        # A checkpoint in the bucket has its metrics there.
+        if new or is_due:
+            self._put_files()
+            self._due = time.monotonic() + FILES_SECONDS
+        if new:
+            self._put_checkpoint(new[-1], here[new[-1]])
+        # The newest checkpoint is complete in the bucket here.
+        for name in [name for name, manifest in self._complete.items() if here and manifest not in here.values()]:
+            del self._complete[name]
+            self._store.remove(f"checkpoints/{name}", first=MANIFEST)
+        if is_last and not new:
+            self._store.remove(LOCK)
+        return bool(new)
+
+    def _put_checkpoint(self, folder: Path, manifest: bytes) -> None:
+        files, where = parse_json(manifest)["files"], f"checkpoints/{folder.name}"
+        # If the checkpoint is rotated away meanwhile, the next pass removes what was copied.
+        self._complete[folder.name] = b""
+        # Left by a kill, or an older checkpoint of the same step.
+        self._store.remove(where, first=MANIFEST)
+        for path in _files_of(folder):
+            inner = path.relative_to(folder).as_posix()
+            if inner != MANIFEST:
+                self._store.put(path, f"{where}/{inner}", files.get(inner, {}).get("sha256") or sha256(path))
+        self._store.write(f"{where}/{MANIFEST}", manifest)
+        self._complete[folder.name] = manifest
+
+    def _put_files(self) -> None:
+        """Copy the changed files besides checkpoints. The summary of a finished run comes after its model."""
+        names = ["checkpoints/healthy.json", *(name for name in RUN_NAMES if name not in _HERE_ONLY)]
+        # Listed in the opposite order, so that no summary is copied whose model is not listed.
+        found = [path for name in reversed(names) for path in _files_of(self._folder / name)]
+        for path in reversed(found):
+            if self._sent.get(path) != (stamp := stamp_of(path)):
+                # Others may grow.
+                digest = sha256(path) if path.parent != self._folder else ""
+                self._store.put(path, path.relative_to(self._folder).as_posix(), digest)
+                self._sent[path] = stamp
+
+
+def _files_of(path: Path) -> list[Path]:
+    """Return a file, or the files of a folder, its marker first."""
+    files = [each for each in (path, *path.rglob("*")) if each.is_file()]
+    return sorted(files, key=lambda each: each.name != MARKER)

@@ -1,0 +1,261 @@
+"""A run in a bucket: everything arrives there, a resume from there goes on as if nothing had happened, and a bucket
+that fails delays uploads only."""
+
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+
+from accel_train import train
+from accel_train.buckets.store import LOCK, Store, local_run, url_of
+from accel_train.checkpoint.store import check, checkpoint_folders, steps_of
+from accel_train.cli.main import main
+from accel_train.observe.run_folder import read_metrics
+from accel_train.recipe.schema import Recipe
+from accel_train.training.upload import Upload
+from tests.support.runs import Capture, events, losses, recipe_dict, write_yaml
+
+
+@pytest.fixture
+def place(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The folder with the corpus, and a cache there; the stores in memory end up empty."""
+    monkeypatch.setenv("ACCEL_TRAIN_CACHE", str(corpus / "own-cache"))
+    yield corpus
+    MemoryFileSystem.store.clear()
+    MemoryFileSystem.pseudo_dirs[:] = [""]
+
+
+def recipe_of(folder: Path, url: str, **sections: Any) -> Recipe:
+    sections = {"checkpoint": {"every_steps": 2, "keep": 2}} | sections
+    return Recipe.model_validate(recipe_dict(folder, task="causal-lm", output_dir=url, **sections))
+
+
+def files_at(url: str) -> dict[str, bytes]:
+    files, root = fsspec.url_to_fs(url)
+    return {path.removeprefix(root): files.cat_file(path) for path in files.find(root)}
+
+
+def test_a_run_in_a_bucket_leaves_everything_there_and_removes_what_rotation_removes(place: Path) -> None:
+    result = train(recipe_of(place, "memory://bucket/run"))
+    assert url_of(result.output_dir) == "memory://bucket/run"
+    there = files_at("memory://bucket/run")
+    here = {f"/{path.relative_to(result.output_dir)}": path for path in result.output_dir.rglob("*") if path.is_file()}
+    steps = {int(name.split("/")[2][5:]) for name in there if name.startswith("/checkpoints/step")}
+    # Step 2 is protected: a rollback would go there.
+    assert steps == {2, 10, 12}
+    assert {name: here[name].read_bytes() for name in there} == there
+    assert here.keys() - there.keys() == {"/.lock", "/.lock.owner"}
+    assert b"output_dir: 'memory://bucket/run'" in there["/recipe.resolved.yaml"]
+
+
+def test_a_run_goes_on_from_the_bucket_alone_and_ends_as_one_that_was_not_interrupted(place: Path) -> None:
+    whole = train(recipe_of(place, str(place / "whole")))
+    url = "memory://bucket/run"
+    part = train(recipe_of(place, url, schedule={"max_steps": 12}, checkpoint={"every_steps": 2, "keep": 3}))
+    store = Store(url)
+    for name in ("checkpoints/step-00000012", "checkpoints/step-00000010", "summary.json", "model"):
+        store.remove(name)
+    shutil.rmtree(part.output_dir)
+    result = train(recipe_of(place, url))
+    assert [event["step"] for event in events(result.output_dir, "resume")] == [8]
+    assert losses(result.output_dir) == losses(whole.output_dir)
+    assert steps_of(result.output_dir / "checkpoints") == [2, 10, 12]
+
+
+def test_a_run_that_has_finished_in_the_bucket_is_fetched_and_not_trained_again(place: Path, capsys: Capture) -> None:
+    url = "memory://bucket/run"
+    first = train(recipe_of(place, url))
+    shutil.rmtree(first.output_dir)
+    capsys.readouterr()
+    second = train(recipe_of(place, url))
+    assert "finished at step 12" in capsys.readouterr().out
+    assert second.summary.items() >= first.summary.items()
+    assert len(events(second.output_dir, "start")) == 1
+
+
+def test_half_a_checkpoint_in_the_bucket_is_neither_taken_nor_kept(place: Path) -> None:
+    url = "memory://bucket/run"
+    folder = train(recipe_of(place, url)).output_dir
+    store, newest = Store(url), "checkpoints/step-00000012/manifest.json"
+    for left in (None, b'{"format": 1, "ste'):
+        store.remove(newest)
+        if left is not None:
+            store.write(newest, left)
+        shutil.rmtree(folder)
+        train(recipe_of(place, url))
+        assert [event["step"] for event in events(folder, "resume")][-1] == 10
+        assert check(checkpoint_folders(folder / "checkpoints")[-1]).problem is None
+    store.write("checkpoints/step-00000003/model.safetensors", b"half")
+    train(recipe_of(place, url))
+    assert "checkpoints/step-00000003/model.safetensors" not in store.names()
+
+
+def test_a_lock_in_the_bucket_keeps_out_a_second_run_until_it_is_stale(place: Path, capsys: Capture) -> None:
+    url, recipe = "memory://bucket/run", place / "recipe.yaml"
+    write_yaml(recipe, recipe_dict(place, task="causal-lm", output_dir=url))
+    Store(url).write(LOCK, f"other another-machine {time.time() - 100}".encode())
+    assert main(["run", str(recipe)]) == 2
+    told = capsys.readouterr()
+    assert "a run on another-machine uses it and renewed its lock 100 s ago" in told.err
+    assert f"remove {url}/.lock" in told.err
+    assert "trainable parameters" not in told.out
+    Store(url).write(LOCK, f"other another-machine {time.time() - 2000}".encode())
+    assert main(["run", str(recipe)]) == 0
+    assert Store(url).read(LOCK) == b""
+
+
+class Faulty(MemoryFileSystem):
+    """A store that fails every third request, is slow, or is away for a while."""
+
+    protocol = "memory"
+    num_requests = 0
+    every = 3
+    until: Path | None = None
+    slow_seconds = 0.0
+    error: Exception = ConnectionError("connection reset")
+    failed = 0
+
+    @classmethod
+    def ask(cls) -> None:
+        cls.num_requests += 1
+        time.sleep(cls.slow_seconds)
+        if (cls.every and cls.num_requests % cls.every == 0) or not (cls.until is None or cls.until.exists()):
+            cls.failed += 1
+            raise cls.error
+
+    def put_file(self, *args: Any, **options: Any) -> Any:
+        self.ask()
+        return super().put_file(*args, **options)
+
+    def cat_file(self, *args: Any, **options: Any) -> Any:
+        self.ask()
+        return super().cat_file(*args, **options)
+
+    def pipe_file(self, *args: Any, **options: Any) -> Any:
+        self.ask()
+        return super().pipe_file(*args, **options)
+
+    def find(self, *args: Any, **options: Any) -> Any:
+        self.ask()
+        return super().find(*args, **options)
+
+    def get_file(self, *args: Any, **options: Any) -> Any:
+        self.ask()
+        return super().get_file(*args, **options)
+
+    def rm_file(self, path: str) -> None:
+        self.ask()
+        super()._rm(path)
+
+
+@pytest.fixture
+def faulty(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Faulty]]:
+    """The store of `memory://` from now on."""
+    fsspec.register_implementation("memory", Faulty, clobber=True)
+    for name, value in (("num_requests", 0), ("every", 0), ("until", None), ("slow_seconds", 0.0), ("failed", 0)):
+        monkeypatch.setattr(Faulty, name, value)
+    yield Faulty
+    fsspec.register_implementation("memory", MemoryFileSystem, clobber=True)
+
+
+def test_a_store_that_fails_every_third_request_gets_everything_and_one_line_says_so(
+    place: Path, faulty: type[Faulty], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("accel_train.buckets.store.FIRST_PAUSE_SECONDS", 0.001)
+    whole = train(recipe_of(place, str(place / "whole")))
+    faulty.every = 3
+    folder = train(recipe_of(place, "memory://bucket/run")).output_dir
+    assert faulty.failed > 10
+    faulty.every = 0
+    there = files_at("memory://bucket/run")
+    here = {f"/{path.relative_to(folder)}": path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    assert {name: here[name] for name in here.keys() - {"/.lock", "/.lock.owner"}} == there
+    assert losses(folder) == losses(whole.output_dir)
+    told = events(folder, "upload_slow")
+    assert len(told) <= 1
+    assert all("ConnectionError: connection reset" in event["message"] for event in told)
+
+
+def test_training_goes_on_to_its_end_while_the_store_is_away_and_everything_is_there_once_it_is_back(
+    place: Path, faulty: type[Faulty], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, enter = Path(local_run("memory://bucket/run")), Upload.__enter__
+
+    def then_away(upload: Upload) -> Upload:
+        entered = enter(upload)
+        faulty.until = folder / "report.html"
+        return entered
+
+    monkeypatch.setattr(Upload, "__enter__", then_away)
+    train(recipe_of(place, "memory://bucket/run"))
+    assert faulty.failed > 0
+    assert Store("memory://bucket/run").read("checkpoints/step-00000012/manifest.json")
+    for name in ("summary.json", "metrics.jsonl", "launches.jsonl", "model/model.safetensors"):
+        assert Store("memory://bucket/run").read(name) == (folder / name).read_bytes()
+    (told,) = events(folder, "upload_slow")
+    assert told["message"] == (
+        "memory://bucket/run: a request failed (ConnectionError: connection reset), and is repeated"
+    )
+
+
+@pytest.mark.slow
+def test_a_slow_store_gets_everything_while_training_goes_on(place: Path, faulty: type[Faulty]) -> None:
+    faulty.slow_seconds = 0.5
+    folder = train(recipe_of(place, "memory://bucket/run")).output_dir
+    faulty.slow_seconds = 0
+    assert Store("memory://bucket/run").read("summary.json") == (folder / "summary.json").read_bytes()
+    assert (
+        max(line["train_seconds"] for line in read_metrics(folder) if line["split"] == "train")
+        < 0.5 * faulty.num_requests
+    )
+
+
+@pytest.mark.parametrize("error", [PermissionError("Access Denied"), ValueError("no credentials: planted-password")])
+def test_wrong_credentials_end_a_run_before_its_model_is_built(
+    place: Path, faulty: type[Faulty], capsys: Capture, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    from accel_train.core import redaction
+
+    monkeypatch.setattr(redaction, "_known", set())
+    monkeypatch.setattr(redaction, "_known_in_text", None)
+    redaction.remember_secrets({"AWS_SECRET_ACCESS_KEY": "planted-password"})
+    monkeypatch.setattr("accel_train.buckets.store.START_SECONDS", 0.5)
+    recipe = write_yaml(place / "recipe.yaml", recipe_dict(place, task="causal-lm", output_dir="memory://bucket/run"))
+    faulty.every, faulty.error = 1, error
+    assert main(["run", str(recipe)]) == 2
+    told = capsys.readouterr()
+    lines = [line for line in told.err.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1
+    assert lines[0].startswith("error: output_dir=memory://bucket/run: a request failed (")
+    assert "trainable parameters" not in told.out
+    assert "planted-password" not in told.out + told.err
+    kept = [path for path in place.rglob("*") if path.is_file() and b"planted-password" in path.read_bytes()]
+    assert kept == []
+
+
+def test_a_missing_package_is_one_line_that_names_the_extra(place: Path, capsys: Capture) -> None:
+    recipe = write_yaml(place / "recipe.yaml", recipe_dict(place, task="causal-lm", output_dir="gs://bucket/run"))
+    pytest.importorskip("fsspec")
+    assert main(["run", str(recipe)]) == 2
+    assert "gs://bucket/run: needs the package gcsfs. Install it: pip install 'accel-train[buckets]'" in (
+        capsys.readouterr().err
+    )
+
+
+@pytest.mark.parametrize("name", ["s3://me:password@bucket/run", "s3://", "memory://a/../b", "https://a/b", "runs/x"])
+def test_other_names_stand_for_themselves(name: str) -> None:
+    assert local_run(name) == name
+    assert url_of(Path(name)) is None
+
+
+@pytest.mark.parametrize("url", ["s3://bucket/a/b", "file:///tmp/a%b", "hf://buckets/me/run", "memory://a"])
+def test_a_local_folder_stands_for_a_url(place: Path, url: str) -> None:
+    assert url_of(Path(local_run(url))) == url
+    assert local_run(local_run(url)) == local_run(url)
+    assert url_of(Path(local_run(url)) / "lr=1e-4") == f"{url}/lr=1e-4"
+    assert url_of(Path(local_run(url)).with_name(".rehearsal")) is None
