@@ -15,7 +15,7 @@ from typing import Any
 from urllib.parse import quote, unquote
 
 from accel_train.core.errors import SettingError, check_packages, first_line
-from accel_train.core.files import make_folders, user_cache, write_atomically
+from accel_train.core.files import make_folders, sha256, user_cache, write_atomically
 from accel_train.core.ownership import MARKER
 from accel_train.core.redaction import redact_text
 
@@ -83,18 +83,8 @@ class Store:
             return bytes(self._ask(self._files.cat_file, self._path(name)))
         return b""
 
-    def write(self, name: str, content: bytes) -> None:
-        """Write a small file, and read it back."""
-
-        def write() -> None:
-            self._files.pipe_file(self._path(name), content)
-            if self._files.cat_file(self._path(name)) != content:
-                raise OSError(f"{name} differs from what was written")
-
-        self._ask(write)
-
-    def put(self, path: Path, name: str, digest: str = "") -> None:
-        """Copy a local file to the store. With its SHA-256, read it back, and compare.
+    def put(self, path: Path, name: str, *, reads_back: bool = True) -> None:
+        """Copy a local file to the store, and compare the copy with it.
 
         Raises:
             FileNotFoundError: the local file is gone.
@@ -103,10 +93,10 @@ class Store:
         def put() -> None:
             try:
                 self._files.put_file(str(path), self._path(name))
-                if digest:
+                if reads_back:
                     with self._files.open(self._path(name)) as file:
-                        if hashlib.file_digest(file, "sha256").hexdigest() != digest:
-                            raise OSError(f"{name} differs from its digest")
+                        if hashlib.file_digest(file, "sha256").hexdigest() != sha256(path):
+                            raise OSError(f"{name} differs from its copy")
             except FileNotFoundError:
                 # The other case is a bucket that is gone.
                 if path.exists():
@@ -138,19 +128,16 @@ class Store:
             SettingError: a run in another folder holds the lock.
         """
         # The kernel's lock guards the local folder, so a lock of this folder was left by a kill.
-        if not (folder / OWNER).is_file():
-            write_atomically(folder / OWNER, secrets.token_hex(8).encode())
-        owner, (holder, host, since) = (folder / OWNER).read_text(), self.lock()
+        own, (holder, host, since) = owner_of(folder) or secrets.token_hex(8), self.lock()
         age = time.time() - float(since)
-        if holder != owner and age < LOCK_SECONDS:
+        if holder != own and age < LOCK_SECONDS:
             raise SettingError(
                 f"a run on {host} uses it and renewed its lock {age:.0f} s ago",
                 "Wait for that run, stop it, or give this one another output_dir. If it is dead, remove "
                 f"{self.url}/{LOCK}; the lock ends by itself after {LOCK_SECONDS:.0f} s",
                 f"output_dir={self.url}",
-                ("output_dir",),
             )
-        self.write(LOCK, f"{owner} {socket.gethostname()} {time.time()}".encode())
+        self.put(write_atomically(folder / OWNER, f"{own} {socket.gethostname()} {time.time()}".encode()), LOCK)
 
     def lock(self) -> list[str]:
         """Return the owner of the lock, its host, and its time."""
@@ -173,13 +160,18 @@ class Store:
                 reason = redact_text(f"{type(error).__name__}: {first_line(error)}")
                 if time.monotonic() - began + pause > self.limit_seconds:
                     remedy = "Check the address, the credentials, and the network"
-                    at = f"output_dir={self.url}"
-                    raise SettingError(f"a request failed ({reason})", remedy, at, ("output_dir",)) from None
+                    raise SettingError(f"a request failed ({reason})", remedy, self.url) from None
                 if not self.num_failures:
                     self._on_failure(f"{self.url}: a request failed ({reason}), and is repeated")
                 self.num_failures += 1
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+
+
+def owner_of(folder: Path) -> str:
+    """Return the owner of the locks of a local run folder; empty if it never held one."""
+    path = folder / OWNER
+    return path.read_text().split()[0] if path.is_file() else ""
 
 
 def fetched_run(name: str, *, with_model: bool) -> str:
@@ -191,14 +183,13 @@ def fetched_run(name: str, *, with_model: bool) -> str:
     if not is_of_store(name):
         return name
     folder, store = Path(local_run(name)), Store(name)
-    owner = folder / OWNER
-    # Otherwise the run trains here, or was killed.
-    if not owner.is_file() or store.lock()[0] != owner.read_text():
-        left_out = ["checkpoints", LOCK]
-        for name in ("model", "adapter"):
-            marker = folder / name / MARKER
-            if not with_model or (marker.is_file() and marker.read_bytes() == store.read(f"{name}/{MARKER}")):
-                left_out.append(name)
+    owner, left_out = store.lock()[0], ["checkpoints", LOCK]
+    for each in ("model", "adapter"):
+        marker = folder / each / MARKER
+        if not with_model or (marker.is_file() and marker.read_bytes() == store.read(f"{each}/{MARKER}")):
+            left_out.append(each)
+    # Otherwise the run trains here, or was killed here.
+    if not owner or owner != owner_of(folder):
         store.fetch("", folder, left_out)
     if not folder.exists():
         raise SettingError("no run is here", "Give the output_dir of a run", name)

@@ -26,8 +26,10 @@ import re
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import NoReturn
 
+from accel_train.buckets.store import fetched_run
 from accel_train.cli.command import SEVERAL_FILES, Command, Outcome, Words, users_mistakes
 from accel_train.cli.commands import COMMANDS, GROUPS
 from accel_train.cli.correction import check_is_recipe, check_is_run, corrected
@@ -143,6 +145,12 @@ def _dispatch(words: Words) -> Outcome:
         return Outcome()
     if command.processes == "one" and (size := os.environ.get("WORLD_SIZE", "1")) != "1":
         raise UserError(f"WORLD_SIZE={size}: {arguments.command} runs in one process. Start it without a launcher.")
+    with users_mistakes():
+        fetch = partial(fetched_run, with_model=arguments.command not in ("watch", "report"))
+        if "run" in arguments:
+            arguments.run = fetch(arguments.run)
+        if "runs" in arguments:
+            arguments.runs = [*map(fetch, arguments.runs)]
     with exits_are_errors():
         return command.run(arguments, settings)
 

@@ -31,10 +31,17 @@ class State(NamedTuple):
     has_ended: bool
 
 
-def watch_run(run: Path, *, once: bool = False, every_seconds: float = 2.0, show: Callable[[str], None]) -> None:
+def watch_run(
+    run: Path,
+    *,
+    once: bool = False,
+    every_seconds: float = 2.0,
+    show: Callable[[str], None],
+    refresh: Callable[[], object] = lambda: None,
+) -> None:
     """Show the view of a run until it has ended, at each change. With `once`, show it one time.
 
-    `show` receives the whole view as lines of text.
+    `show` receives the whole view as lines of text. `refresh` is called before the files are read again.
 
     Raises:
         ValueError: the folder does not hold a run.
@@ -50,6 +57,7 @@ def watch_run(run: Path, *, once: bool = False, every_seconds: float = 2.0, show
             return
         before = view
         time.sleep(every_seconds)
+        refresh()
 
 
 def show_in_terminal(view: str) -> None:

@@ -11,8 +11,8 @@ from typing import Self
 from accel_train.buckets.store import LOCK, Store
 from accel_train.checkpoint.store import MANIFEST, checkpoint_folders, step_of, steps_of
 from accel_train.core.errors import CheckpointError, Preempted, TrainingStopped
-from accel_train.core.files import make_folders, publish_folder, sha256
-from accel_train.core.json_io import parse_json, utc_event
+from accel_train.core.files import make_folders, publish_folder
+from accel_train.core.json_io import utc_event
 from accel_train.core.ownership import MARKER, RUN_NAMES
 from accel_train.core.terminal import print_line
 from accel_train.core.work import working
@@ -56,15 +56,16 @@ class Upload:
                 if step_of(path.parent) is not None:
                     manifest = store.read(str(path)) if path.name == MANIFEST else b""
                     self._complete[path.parent.name] = self._complete.get(path.parent.name) or manifest
-            there = [Path(name) for name, manifest in self._complete.items() if manifest]
-            if max((step_of(path) or 0 for path in there), default=-1) > max(steps_of(self._root), default=-1):
+            there = sorted(name for name, manifest in self._complete.items() if manifest)
+            here = [folder.name for folder in checkpoint_folders(self._root)]
+            if there[-1:] > here[-1:]:
                 store.fetch("", self._folder, ("checkpoints", LOCK))
                 make_folders(self._root)
                 # The newest comes last. The resume checks the digests.
-                for path in sorted(there, key=lambda path: step_of(path) or 0):
-                    if not (final := self._root / path).exists():
-                        with publish_folder(final, self._root / f".tmp-{path}-{os.getpid()}") as staging:
-                            store.fetch(f"checkpoints/{path}", staging)
+                for name in there:
+                    if name not in here:
+                        with publish_folder(self._root / name, self._root / f".tmp-{name}-{os.getpid()}") as staging:
+                            store.fetch(f"checkpoints/{name}", staging)
         store.limit_seconds = WAIT_SECONDS
         self._thread.start()
         return self
@@ -92,10 +93,7 @@ class Upload:
             is_last = self._closing.wait(0 if has_more else POLL_SECONDS)
             try:
                 has_more, self._error = self._copy_changes(is_last), ""
-            # Rotated away meanwhile.
-            except FileNotFoundError:
-                has_more = True
-            # It would be lost in a thread.
+            # Some files were rotated away meanwhile, or the bucket does not answer.
             except Exception as error:
                 has_more, self._error = False, str(error)
 
@@ -105,13 +103,11 @@ class Upload:
         Returns:
             Whether there may be more to copy.
         """
-        is_due = is_last or time.monotonic() > self._due
-        if is_due:
-            self._store.take_lock(self._folder)
         here = {folder: (folder / MANIFEST).read_bytes() for folder in checkpoint_folders(self._root)}
         new = [folder for folder, manifest in here.items() if manifest not in self._complete.values()]
         # A checkpoint in the bucket has its metrics there.
-        if new or is_due:
+        if new or is_last or time.monotonic() > self._due:
+            self._store.take_lock(self._folder)
             self._put_files()
             self._due = time.monotonic() + FILES_SECONDS
         if new:
@@ -125,28 +121,24 @@ class Upload:
         return bool(new)
 
     def _put_checkpoint(self, folder: Path, manifest: bytes) -> None:
-        files, where = parse_json(manifest)["files"], f"checkpoints/{folder.name}"
+        where = f"checkpoints/{folder.name}"
         # If the checkpoint is rotated away meanwhile, the next pass removes what was copied.
         self._complete[folder.name] = b""
         # Left by a kill, or an older checkpoint of the same step.
         self._store.remove(where, first=MANIFEST)
-        for path in _files_of(folder):
-            inner = path.relative_to(folder).as_posix()
-            if inner != MANIFEST:
-                self._store.put(path, f"{where}/{inner}", files.get(inner, {}).get("sha256") or sha256(path))
-        self._store.write(f"{where}/{MANIFEST}", manifest)
+        for path in sorted(_files_of(folder), key=lambda path: path.name == MANIFEST):
+            self._store.put(path, f"{where}/{path.relative_to(folder)}")
         self._complete[folder.name] = manifest
 
     def _put_files(self) -> None:
         """Copy the changed files besides checkpoints. The summary of a finished run comes after its model."""
-        names = ["checkpoints/healthy.json", *(name for name in RUN_NAMES if name not in _HERE_ONLY)]
+        names = [name for name in RUN_NAMES if name not in _HERE_ONLY]
         # Listed in the opposite order, so that no summary is copied whose model is not listed.
         found = [path for name in reversed(names) for path in _files_of(self._folder / name)]
         for path in reversed(found):
             if self._sent.get(path) != (stamp := stamp_of(path)):
-                # Others may grow.
-                digest = sha256(path) if path.parent != self._folder else ""
-                self._store.put(path, path.relative_to(self._folder).as_posix(), digest)
+                # Files at the top may grow.
+                self._store.put(path, str(path.relative_to(self._folder)), reads_back=path.parent != self._folder)
                 self._sent[path] = stamp
 
 

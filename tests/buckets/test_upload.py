@@ -2,6 +2,7 @@
 that fails delays uploads only."""
 
 import shutil
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,6 +34,11 @@ def place(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def recipe_of(folder: Path, url: str, **sections: Any) -> Recipe:
     sections = {"checkpoint": {"every_steps": 2, "keep": 2}} | sections
     return Recipe.model_validate(recipe_dict(folder, task="causal-lm", output_dir=url, **sections))
+
+
+def write(url: str, name: str, content: bytes) -> None:
+    files, root = fsspec.url_to_fs(url)
+    files.pipe_file(f"{root}/{name}", content)
 
 
 def files_at(url: str) -> dict[str, bytes]:
@@ -85,12 +91,12 @@ def test_half_a_checkpoint_in_the_bucket_is_neither_taken_nor_kept(place: Path) 
     for left in (None, b'{"format": 1, "ste'):
         store.remove(newest)
         if left is not None:
-            store.write(newest, left)
+            write(url, newest, left)
         shutil.rmtree(folder)
         train(recipe_of(place, url))
         assert [event["step"] for event in events(folder, "resume")][-1] == 10
         assert check(checkpoint_folders(folder / "checkpoints")[-1]).problem is None
-    store.write("checkpoints/step-00000003/model.safetensors", b"half")
+    write(url, "checkpoints/step-00000003/model.safetensors", b"half")
     train(recipe_of(place, url))
     assert "checkpoints/step-00000003/model.safetensors" not in store.names()
 
@@ -98,15 +104,52 @@ def test_half_a_checkpoint_in_the_bucket_is_neither_taken_nor_kept(place: Path) 
 def test_a_lock_in_the_bucket_keeps_out_a_second_run_until_it_is_stale(place: Path, capsys: Capture) -> None:
     url, recipe = "memory://bucket/run", place / "recipe.yaml"
     write_yaml(recipe, recipe_dict(place, task="causal-lm", output_dir=url))
-    Store(url).write(LOCK, f"other another-machine {time.time() - 100}".encode())
+    write(url, LOCK, f"other another-machine {time.time() - 100}".encode())
     assert main(["run", str(recipe)]) == 2
     told = capsys.readouterr()
     assert "a run on another-machine uses it and renewed its lock 100 s ago" in told.err
     assert f"remove {url}/.lock" in told.err
     assert "trainable parameters" not in told.out
-    Store(url).write(LOCK, f"other another-machine {time.time() - 2000}".encode())
+    write(url, LOCK, f"other another-machine {time.time() - 2000}".encode())
     assert main(["run", str(recipe)]) == 0
     assert Store(url).read(LOCK) == b""
+
+
+def test_commands_take_the_name_of_a_run_in_a_bucket(place: Path, capsys: Capture) -> None:
+    url = "memory://bucket/run"
+    folder = train(recipe_of(place, url)).output_dir
+    shutil.rmtree(folder)
+    for command in ("watch --once", "report"):
+        assert main([*command.split(), url]) == 0
+        assert not (folder / "model").exists()
+    assert (folder / "report.html").exists()
+    capsys.readouterr()
+    assert main(["generate", url, "--prompt", "step"]) == 0
+    assert len(capsys.readouterr().out) > 100
+    weights = folder / "model" / "model.safetensors"
+    read = weights.stat().st_mtime_ns
+    assert main(["evaluate", url]) == 0
+    assert weights.stat().st_mtime_ns == read, "a model that is here is not fetched again"
+    write(url, "model/model.safetensors", b"other")
+    write(url, "model/.accel_train.json", b"{}")
+    assert main(["generate", url]) != 0
+    capsys.readouterr()
+    assert main(["report", "memory://bucket/none"]) == 2
+    assert "memory://bucket/none: no run is here. Give the output_dir of a run" in capsys.readouterr().err
+
+
+def test_watch_follows_a_run_in_a_bucket(place: Path, capsys: Capture) -> None:
+    url = "memory://bucket/run"
+    folder = train(recipe_of(place, url)).output_dir
+    shutil.rmtree(folder)
+    ended, store = (f"{url}/{name}" for name in ("summary.json", "launches.jsonl")), fsspec.filesystem("memory")
+    kept = {path: store.cat_file(path) for path in ended}
+    for path in kept:
+        store.rm_file(path)
+    timer = threading.Timer(1.0, lambda: [store.pipe_file(path, content) for path, content in kept.items()])
+    timer.start()
+    assert main(["watch", url, "--every", "0.1"]) == 0
+    assert "finished" in capsys.readouterr().out
 
 
 class Faulty(MemoryFileSystem):
@@ -231,7 +274,7 @@ def test_wrong_credentials_end_a_run_before_its_model_is_built(
     told = capsys.readouterr()
     lines = [line for line in told.err.splitlines() if line.startswith("error: ")]
     assert len(lines) == 1
-    assert lines[0].startswith("error: output_dir=memory://bucket/run: a request failed (")
+    assert lines[0].startswith("error: memory://bucket/run: a request failed (")
     assert "trainable parameters" not in told.out
     assert "planted-password" not in told.out + told.err
     kept = [path for path in place.rglob("*") if path.is_file() and b"planted-password" in path.read_bytes()]

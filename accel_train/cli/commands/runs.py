@@ -6,10 +6,12 @@ from bdb import BdbQuit
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from accel_train.buckets.store import fetched_run, url_of
 from accel_train.cli import results
 from accel_train.cli.command import (
     DATA,
@@ -218,7 +220,9 @@ def _watch(arguments: Arguments, _: Settings) -> Outcome:
     # Ctrl-C ends the view, not the run.
     with suppress(KeyboardInterrupt):
         show = show_in_terminal if in_place else print
-        watch_run(Path(arguments.run), once=arguments.once, every_seconds=arguments.every, show=show)
+        folder = Path(arguments.run)
+        refresh = partial(fetched_run, url_of(folder) or arguments.run, with_model=False)
+        watch_run(folder, once=arguments.once, every_seconds=arguments.every, show=show, refresh=refresh)
     return Outcome()
 
 
