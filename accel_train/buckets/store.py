@@ -62,7 +62,7 @@ class Store:
         SettingError: a package is missing, or a request has failed for too long. Its text has no secrets.
     """
 
-    def __init__(self, url: str, on_failure: Callable[[str], object] = lambda message: None) -> None:
+    def __init__(self, url: str, on_failure: Callable[[str], object] = print) -> None:
         check_packages([STORES[url.partition("://")[0]]], "buckets", url)
         import fsspec
 

@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from torch import nn
 from transformers import Seq2SeqTrainingArguments, TrainingArguments
 
+from accel_train.buckets.store import is_of_store
 from accel_train.core.errors import SettingError
 from accel_train.core.json_io import parse_json
 from accel_train.core.state import JsonRecord
@@ -119,6 +120,8 @@ def check_combinations(trainer: "Trainer") -> None:
             save_strategy="best",
             metric_for_best_model=None,
         )
+    if is_of_store(args.output_dir):
+        raise argument_error("a Trainer writes to a folder of this machine", output_dir=args.output_dir)
     if not callable(trainer.data_collator):
         raise argument_error(
             "not callable", "Give a function of a list of samples.", data_collator=trainer.data_collator

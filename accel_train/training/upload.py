@@ -5,6 +5,7 @@ import os
 import sys
 import threading
 import time
+from itertools import chain
 from pathlib import Path
 from typing import Self
 
@@ -126,16 +127,15 @@ class Upload:
         self._complete[folder.name] = b""
         # Left by a kill, or an older checkpoint of the same step.
         self._store.remove(where, first=MANIFEST)
-        for path in sorted(_files_of(folder), key=lambda path: path.name == MANIFEST):
+        for path in _files_of(folder):
             self._store.put(path, f"{where}/{path.relative_to(folder)}")
         self._complete[folder.name] = manifest
 
     def _put_files(self) -> None:
         """Copy the changed files besides checkpoints. The summary of a finished run comes after its model."""
-        names = [name for name in RUN_NAMES if name not in _HERE_ONLY]
         # Listed in the opposite order, so that no summary is copied whose model is not listed.
-        found = [path for name in reversed(names) for path in _files_of(self._folder / name)]
-        for path in reversed(found):
+        found = [_files_of(self._folder / name) for name in reversed(RUN_NAMES) if name not in _HERE_ONLY]
+        for path in chain.from_iterable(reversed(found)):
             if self._sent.get(path) != (stamp := stamp_of(path)):
                 # Files at the top may grow.
                 self._store.put(path, str(path.relative_to(self._folder)), reads_back=path.parent != self._folder)
@@ -143,6 +143,6 @@ class Upload:
 
 
 def _files_of(path: Path) -> list[Path]:
-    """Return a file, or the files of a folder, its marker first."""
+    """Return a file, or the files of a folder. What says that they are complete comes last."""
     files = [each for each in (path, *path.rglob("*")) if each.is_file()]
-    return sorted(files, key=lambda each: each.name != MARKER)
+    return sorted(files, key=lambda each: each.name in (MARKER, MANIFEST))

@@ -1,6 +1,7 @@
 """A run in a bucket: everything arrives there, a resume from there goes on as if nothing had happened, and a bucket
 that fails delays uploads only."""
 
+import re
 import shutil
 import threading
 import time
@@ -244,6 +245,47 @@ def test_training_goes_on_to_its_end_while_the_store_is_away_and_everything_is_t
     assert told["message"] == (
         "memory://bucket/run: a request failed (ConnectionError: connection reset), and is repeated"
     )
+
+
+def test_a_copy_that_differs_is_made_again(place: Path, faulty: type[Faulty], monkeypatch: pytest.MonkeyPatch) -> None:
+    torn: list[str] = []
+
+    def put_file(self: Faulty, path: str, name: str, **options: Any) -> None:
+        content = Path(path).read_bytes()
+        if name.endswith((".safetensors", "manifest.json")) and torn.count(name) < 2:
+            torn.append(name)
+            content = content[: len(content) // 2]
+        self.pipe_file(name, content)
+
+    monkeypatch.setattr(Faulty, "put_file", put_file)
+    folder = train(recipe_of(place, "memory://bucket/run")).output_dir
+    assert len(torn) > 6
+    there = files_at("memory://bucket/run")
+    for path in (*folder.glob("checkpoints/*/*"), *folder.glob("model/*")):
+        assert there[f"/{path.relative_to(folder)}"] == path.read_bytes()
+
+
+def test_rotation_removes_a_checkpoint_only_once_a_newer_one_is_complete_in_the_bucket(
+    place: Path, faulty: type[Faulty], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    removed: list[int] = []
+    remove = Faulty.rm_file
+
+    def rm_file(self: Faulty, path: str) -> None:
+        step = re.search(r"step-(\d+)", path)
+        if step is not None and path.endswith("manifest.json"):
+            complete = [int(found[1]) for name in self.store if (found := re.search(r"step-(\d+)/manifest", name))]
+            assert max(complete) > int(step[1])
+            removed.append(int(step[1]))
+        remove(self, path)
+
+    monkeypatch.setattr(Faulty, "rm_file", rm_file)
+    monkeypatch.setattr("accel_train.training.upload.POLL_SECONDS", 0.001)
+    faulty.slow_seconds = 0.001
+    train(recipe_of(place, "memory://bucket/run", schedule={"max_steps": 60}))
+    assert removed == sorted(removed) != []
+    steps = {int(found[1]) for name in files_at("memory://bucket/run") if (found := re.search(r"step-(\d+)/", name))}
+    assert not steps & {*removed}
 
 
 @pytest.mark.slow

@@ -290,6 +290,12 @@ def test_arguments_that_contradict_each_other_or_this_machine_are_refused_when_t
     assert fact in str(refused(lambda: made(tmp_path, given.pop("model", Plain()), **given), *settings))
 
 
+def test_a_trainer_refuses_a_bucket() -> None:
+    arguments = TrainingArguments("s3://bucket/run", use_cpu=True, report_to=[])
+    told = refused(lambda: Trainer(Plain(), arguments), "output_dir")
+    assert "a folder of this machine" in str(told)
+
+
 def test_calls_without_data_are_refused(tmp_path: Path) -> None:
     trainer = made(tmp_path, Plain())
     for call in (trainer.evaluate, trainer.get_eval_dataloader):
