@@ -288,6 +288,31 @@ def test_rotation_removes_a_checkpoint_only_once_a_newer_one_is_complete_in_the_
     assert not steps & {*removed}
 
 
+def test_a_manifest_is_copied_last_and_removed_first(
+    place: Path, faulty: type[Faulty], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: dict[tuple[str, str], list[str]] = {}
+    put, rm = Faulty.put_file, Faulty.rm_file
+
+    def put_file(self: Faulty, path: str, name: str) -> None:
+        put(self, path, name)
+        done.setdefault(("put", Path(name).parent.name), []).append(Path(name).name)
+
+    def rm_file(self: Faulty, path: str) -> None:
+        rm(self, path)
+        done.setdefault(("rm", Path(path).parent.name), []).append(Path(path).name)
+
+    monkeypatch.setattr(Faulty, "put_file", put_file)
+    monkeypatch.setattr(Faulty, "rm_file", rm_file)
+    monkeypatch.setattr("accel_train.training.upload.POLL_SECONDS", 0.001)
+    train(recipe_of(place, "memory://bucket/run", schedule={"max_steps": 60}))
+    whole = {names for names in done if names[1].startswith("step-") and "manifest.json" in done[names]}
+    assert {kind for kind, _ in whole} == {"put", "rm"}
+    for kind, step in whole:
+        at = done[kind, step].index("manifest.json")
+        assert at == (0 if kind == "rm" else len(done[kind, step]) - 1)
+
+
 @pytest.mark.slow
 def test_a_slow_store_gets_everything_while_training_goes_on(place: Path, faulty: type[Faulty]) -> None:
     faulty.slow_seconds = 0.5
