@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias, TypeGuar
 
 from pydantic import BaseModel, ValidationError
 
+from accel_train.buckets.files import fetch_files
 from accel_train.core.errors import SettingError
 from accel_train.core.model_card import FILE, OF_TENSORS, Use, new_card, of_transformers
 from accel_train.core.state import JsonRecord
-from accel_train.recipe.data import Data, OwnData, listed
+from accel_train.recipe.data import Data, OwnData, listed, renamed
 from accel_train.recipe.tasks import TASKS, check_task
 from accel_train.recipe.tasks import TaskSpec as TaskSpec
 
@@ -490,7 +491,8 @@ def read_data(task: Task, recipe: "Recipe", *, progress: bool) -> TaskData:
     Raises:
         ValueError: the result is not a TaskData with training samples. Errors of `load_data` pass through.
     """
-    data: Any = task.load_data(recipe, progress=progress)
+    local = recipe.model_copy(update={"data": renamed(recipe.data, fetch_files)})
+    data: Any = task.load_data(local, progress=progress)
     wanted = "return an accel_train.task.TaskData with train, eval, collate and fingerprint"
     if not isinstance(data, TaskData):
         raise ValueError(f"load_data of task={recipe.task!r} returned {_kind(data)}; {wanted}")

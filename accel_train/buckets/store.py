@@ -10,6 +10,7 @@ import socket
 import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
@@ -21,6 +22,8 @@ from accel_train.core.redaction import redact_text
 
 STORES = {"s3": "s3fs", "gs": "gcsfs", "hf": "huggingface_hub", "memory": "fsspec", "file": "fsspec"}
 """Package that reads and writes a kind of bucket, by the scheme of its URLs."""
+_STAMPS = ("size", "ETag", "etag", "blob_id", "LastModified", "mtime", "created")
+"""What the stores say of a file. Each store has some of them."""
 LOCK = ".lock"
 OWNER = ".lock.owner"
 """File in a local run folder that says whether a lock in the bucket is of this folder."""
@@ -77,6 +80,15 @@ class Store:
         names = (path[len(self._root) :].lstrip("/") for path in self._ask(self._files.find, self._path(below)))
         return [name for name in names if ".." not in Path(name).parts]
 
+    def stamps(self) -> dict[str, str]:
+        """Return a text for each file below the URL that changes with its content. A URL of a file has the name ""."""
+        found = self._ask(partial(self._files.find, detail=True), self._root)
+        return {path[len(self._root) :].lstrip("/"): str(list(map(each.get, _STAMPS))) for path, each in found.items()}
+
+    def get(self, name: str, path: Path) -> None:
+        """Copy a file of the store to a local path."""
+        self._ask(self._files.get_file, self._path(name), str(path))
+
     def read(self, name: str) -> bytes:
         """Return the content of a small file. It is empty if there is none."""
         with suppress(FileNotFoundError):
@@ -114,7 +126,7 @@ class Store:
             path = Path(name).relative_to(below)
             if path.parts[0] not in left_out:
                 make_folders((folder / path).parent)
-                self._ask(self._files.get_file, self._path(name), str(folder / path))
+                self.get(name, folder / path)
 
     def remove(self, below: str, first: str = "") -> None:
         """Remove all files below a folder, those of the name `first` before the others."""

@@ -12,13 +12,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from accel_train.buckets.files import fetch_files
+from accel_train.buckets.store import is_of_store
 from accel_train.core.files import files_below, refuse_link_loops
 from accel_train.core.format import did_you_mean, format_count
 from accel_train.data.delimited import DELIMITERS, delimiter_of, quoting_of
 from accel_train.data.encoding import check_encoding, encoding_of
 from accel_train.data.hub import look_for_hub, without_hub
 from accel_train.data.parts import is_about, pick, top_part
-from accel_train.recipe.data import Data, WeightedSource, listed
+from accel_train.recipe.data import Data, listed, renamed
 
 if TYPE_CHECKING:
     import datasets
@@ -117,18 +119,10 @@ def located(data: Data, started_in: str | None) -> Data:
         elsewhere = os.path.join(started_in or "", os.path.expanduser(name))
         return elsewhere if not is_there(name) and is_there(elsewhere) else name
 
-    def places_of(names: Any) -> Any:
-        if isinstance(names, WeightedSource):
-            return names.model_copy(update={"source": place_of(names.source)})
-        if isinstance(names, dict):
-            return {name: places_of(each) for name, each in names.items()}
-        return tuple(map(places_of, names)) if isinstance(names, tuple) else names and place_of(names)
-
     cache = data.cache_dir and place_of(data.cache_dir)
-    names = [name for name in ("train", "eval", "chat_template") if hasattr(data, name)]
-    changes = {name: places_of(getattr(data, name)) for name in names}
     # A missing cache can be rebuilt anywhere. Its old path may belong to another machine.
-    return data.model_copy(update={**changes, "cache_dir": cache if cache and is_there(cache) else None})
+    kept = data.model_copy(update={"cache_dir": cache if cache and is_there(cache) else None})
+    return renamed(kept, place_of)
 
 
 def is_there(name: str) -> bool:
@@ -144,6 +138,8 @@ def unread_formats(data: Data) -> dict[str, str]:
     # Only settings that are given need a look at the files.
     given = sorted(_READ_IN.keys() & data.model_fields_set)
     names = [name for _, name in data.named()]
+    if any(map(is_of_store, names)):
+        return {}
     names += [str(getattr(data, name, None)) for name in ("annotations", "eval_annotations")]
     paths = [Path(path).expanduser() for name in names if given for path in (name, *glob.glob(name, recursive=True))]
     kinds = {file_kind(file) for path in paths for file in (files_below(path) if path.is_dir() else [path])}
@@ -152,7 +148,9 @@ def unread_formats(data: Data) -> dict[str, str]:
 
 
 def is_path(name: str) -> bool:
-    """Return whether a name can only be a file or folder, not a data set."""
+    """Return whether a name can only be a file or folder of this machine, not a data set or in a bucket."""
+    if is_of_store(name):
+        return False
     is_absolute = os.path.isabs(os.path.expanduser(name))
     return is_absolute or name.startswith(".") or bool(Path(name).suffix) or glob.has_magic(name)
 
@@ -221,6 +219,7 @@ def is_about_data(path: Path, folder: Path) -> bool:
 
 
 def _resolve(name: str, data: Data, key: str) -> Source:
+    name = fetch_files(name)
     if name in EMBEDDED_CORPORA:
         from accel_train.data.builtin import stdlib
 

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from accel_train.buckets.files import local_files
 from accel_train.core.errors import SettingError
 from accel_train.core.format import format_count
 from accel_train.core.state import JsonRecord
@@ -79,7 +80,7 @@ def _finder(data: Data) -> Callable[[str], int]:
     """
     number_by_start, number_by_folder = dict[str, int](), dict[str, set[int]]()
     for number, name in enumerate(data.train_names):
-        place = Path(name).expanduser()
+        place = Path(local_files(name)).expanduser()
         for path in glob.glob(str(place), recursive=True) or [str(place)]:
             number_by_start[path] = number
             if os.path.isfile(path):

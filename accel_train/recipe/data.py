@@ -5,7 +5,7 @@ Each task adds its own settings in `accel_train/tasks/TASK/config.py`.
 
 import codecs
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
@@ -156,10 +156,10 @@ class Data(Section):
 
     train: str | tuple[str, ...] | tuple[WeightedSource, ...]
     """Training data: embedded data, a path, or a data set name. Embedded data are `python-stdlib`, `stdlib-functions`,
-    `digits`, and others. A path is a file, glob, or folder. Formats: txt, md, py, jsonl, csv, parquet, conll, SQuAD's
-    json, bin, ds, mds, npz, tar (WebDataset). Images are in folders by class, or together with masks. Several names are
-    read as one. For a mixture, give each source its weight: `[{source: web/*.jsonl, weight: 0.7}, {source: code,
-    weight: 0.3}]`.
+    `digits`, and others. A path is a file, glob, or folder, here or in a bucket (`s3://`). Formats: txt, md, py, jsonl,
+    csv, parquet, conll, SQuAD's json, bin, ds, mds, npz, tar (WebDataset). Images are in folders by class, or together
+    with masks. Several names are read as one. For a mixture, give each source its weight: `[{source: web/*.jsonl,
+    weight: 0.7}, {source: code, weight: 0.3}]`.
     """
     eval: Annotated[
         str | tuple[str, ...] | dict[str, str | tuple[str, ...]] | None, AfterValidator(_sets_with_names)
@@ -337,6 +337,20 @@ class OwnData(Data):
     """Section of a custom task before the task is loaded: the shared settings, and any others as they are written."""
 
     model_config = ConfigDict(extra="allow")
+
+
+def renamed(data: Data, place_of: Callable[[str], str]) -> Data:
+    """Return data settings with other names of files."""
+
+    def places_of(names: Any) -> Any:
+        if isinstance(names, WeightedSource):
+            return names.model_copy(update={"source": place_of(names.source)})
+        if isinstance(names, dict):
+            return {name: places_of(each) for name, each in names.items()}
+        return tuple(map(places_of, names)) if isinstance(names, tuple) else names and place_of(names)
+
+    names = [name for name in ("train", "eval", "chat_template") if hasattr(data, name)]
+    return data.model_copy(update={name: places_of(getattr(data, name)) for name in names})
 
 
 class WindowData(Data):
