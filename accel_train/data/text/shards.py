@@ -8,7 +8,9 @@ lock is free again when a process that makes it is killed, and the next one take
 import hashlib
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -244,8 +246,15 @@ class ShardedWindows(Dataset[NDArray[np.int64]]):
         """Make all shards, so that the number of windows is exact. Return whether some were missing."""
         numbers = np.arange(len(self.shards.cut))
         missing = [number for number in numbers.tolist() if not self.shards.path(number).exists()]
-        for number in tqdm(missing, "tokenizing", unit=" MiB", disable=None if progress else True, leave=False):
-            self.shards.make(number)
+        self.shards.choose_encoder()
+        with ThreadPoolExecutor(os.cpu_count()) as threads:
+            made = threads.map(self.shards.make, missing)
+            shown = tqdm(made, "tokenizing", len(missing), unit=" MiB", disable=None if progress else True, leave=False)
+            try:
+                deque(shown, maxlen=0)
+            except DataError:
+                threads.shutdown(cancel_futures=True)
+                raise
         self.num_tokens = int(self.counts(numbers).sum()) * self.sequence_length
         return bool(missing)
 
