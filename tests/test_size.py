@@ -15,7 +15,7 @@ BUDGETS: dict[str, int] = {
     "accel_train/checkpoint": 18_500,
     "accel_train/cli": 15_200,
     "accel_train/core": 11_100,
-    "accel_train/data": 82_150,
+    "accel_train/data": 82_250,
     "accel_train/engine": 18_600,
     "accel_train/experiments": 63_900,
     "accel_train/guard": 1_950,
@@ -34,7 +34,7 @@ BUDGETS: dict[str, int] = {
     "accel_train/tasks": 75_400,
     "accel_train/training": 20_350,
     "benchmarks": 67_050,
-    "tests": 643_700,
+    "tests": 643_900,
 }
 """Tokens by package."""
 

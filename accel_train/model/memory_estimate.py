@@ -93,13 +93,14 @@ def largest_samples(data: TaskData, seed: int, count: int) -> Sequence[Any]:
 
     The samples are drawn as in training. If their lengths are known, the longest are used.
     """
+    if data.shards is not None:
+        return fetch(data.train, [data.shards.first_sample()] * count)
     num_samples = len(data.train)  # type: ignore[arg-type]
     if data.lengths is not None:
         longest = np.argsort(data.lengths)[::-1][:count].tolist()
         indices = (longest * count)[:count]
     else:
-        is_first = data.draw is None or data.shards
-        indices = [0] * count if is_first else [number % num_samples for number in range(count)]
+        indices = [0] * count if data.draw is None else [number % num_samples for number in range(count)]
     dataset = data.train if data.draw is None else Drawn(data.draw, seed, num_samples)
     if data.max_broken:
         return [*first_readable(dataset, data.max_broken)] * count

@@ -98,6 +98,24 @@ def test_the_first_step_does_not_wait_for_the_last_shard(tmp_path: Path, monkeyp
     assert len(data_of(blocks(tmp_path)).train.shards.cut) > 90
 
 
+@pytest.mark.parametrize("task", ["causal-lm", "masked-lm"])
+def test_a_first_shard_without_a_sample_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, task: str
+) -> None:
+    short_blocks(monkeypatch)
+    rows = [{"text": ""}] * 200 + [{"text": f"{number} " * 200} for number in range(60)]
+    write_rows(str(tmp_path / "text.jsonl"), rows)
+    config = {"model_type": "bert", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    own = {} if task == "causal-lm" else {"tokenizer": {"train_bpe": {"vocab_size": 300}}}
+    recipe = blocks(tmp_path, task=task, schedule={"max_steps": 2}, **own)
+    if task == "masked-lm":
+        recipe["model"] = {"config": {**config, "intermediate_size": 16, "max_position_embeddings": 64}}
+    windows = data_of(recipe).train
+    assert windows.counts(np.array([0])) == [0]
+    assert resolve_plan(Recipe.model_validate(recipe)).memory_bytes
+    train(recipe)
+
+
 @pytest.mark.slow
 def test_blocks_are_the_same_run_on_1_2_and_4_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lines, samples = {}, {}

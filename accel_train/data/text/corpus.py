@@ -407,10 +407,13 @@ def _leaks(inputs: Inputs) -> list[str]:
 
 
 def _estimate(cut: Cut, split: Split, inputs: Inputs, tokenizer: TextTokenizer) -> Tally:
-    """Return about how many tokens a text in shards has, by its first shard."""
-    train = Tally(tokenizer.vocab_size)
-    _tokenise([*cut.sources_of(0)], split, replace(inputs, progress=False), tokenizer, (train, None), Counts())
-    train.num_tokens *= len(cut)
+    """Return about how many tokens a text in shards has, by its first shards up to one with tokens."""
+    train, silent = Tally(tokenizer.vocab_size), replace(inputs, progress=False)
+    for number in range(len(cut)):
+        _tokenise([*cut.sources_of(number)], split, silent, tokenizer, (train, None), Counts())
+        if train.num_tokens:
+            train.num_tokens = train.num_tokens * len(cut) // (number + 1)
+            break
     return train
 
 

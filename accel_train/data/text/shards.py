@@ -258,6 +258,18 @@ class ShardedWindows(Dataset[NDArray[np.int64]]):
         self.num_tokens = int(self.counts(numbers).sum()) * self.sequence_length
         return bool(missing)
 
+    def first_sample(self) -> int:
+        """Return the number of the first sample of the first shard that has one.
+
+        Raises:
+            DataError: no shard has one.
+        """
+        numbers = range(len(self.shards.cut))
+        found = next((number for number in numbers if self.counts(np.array([number]))[0]), None)
+        if found is None:
+            raise DataError("data.train has no text for a sample. Name other text")
+        return found << WINDOW_BITS
+
     def counts(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the number of windows of each shard, once all of them are made."""
         self.shards.make_all(numbers.tolist())
