@@ -4,10 +4,12 @@ Each docstring names the version in which the name was seen. `tests/runtime/test
 name is gone.
 """
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import torch
@@ -55,10 +57,14 @@ def move_towards(tensors: list[Tensor], others: list[Tensor], share: Tensor) -> 
     torch._foreach_add_(tensors, torch._foreach_mul(torch._foreach_sub(others, tensors), share))
 
 
-def fake_tensors() -> Any:
-    """Return a mode in which tensors have a shape but no storage; `torch._subclasses`, torch 2.13.
+@contextmanager
+def fake_tensors() -> Iterator[Any]:
+    """Enter a mode in which tensors have a shape but no storage, and yield it; `torch._subclasses`, torch 2.13.
 
     A boolean that is read is True: models read whether a check holds, a mask is full, or all numbers are finite.
+
+    transformers keeps the position embeddings of detectors for later forwards, but not while torch.compile traces a
+    model. So it is told that this is the case: the next forward would get a tensor without storage.
     """
     from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
@@ -71,7 +77,13 @@ def fake_tensors() -> Any:
                     return True
                 raise
 
-    return Fake(allow_non_fake_inputs=True)
+    utils: Any = sys.modules.get("transformers.pytorch_utils", SimpleNamespace(is_torchdynamo_compiling=None))
+    is_compiling, utils.is_torchdynamo_compiling = utils.is_torchdynamo_compiling, lambda: True
+    try:
+        with Fake(allow_non_fake_inputs=True) as fake:
+            yield fake
+    finally:
+        utils.is_torchdynamo_compiling = is_compiling
 
 
 def answer_operators(answer: Callable[[Any, Any, Any], Any]) -> AbstractContextManager[Any]:

@@ -25,6 +25,7 @@ from accel_train.data.order import permute
 from accel_train.inference.predict import predict_rows
 from accel_train.recipe.schema import Recipe
 from accel_train.report.pictures import color_of_class
+from accel_train.runtime.private import fake_tensors
 from accel_train.task import Tensors
 from accel_train.tasks.object_detection import losses
 from accel_train.tasks.object_detection.metrics import Detection, average_precision
@@ -75,6 +76,17 @@ def gradients(model: Any) -> Tensors:
     found = {name: each.grad.clone() for name, each in model.named_parameters() if each.grad is not None}
     model.zero_grad(set_to_none=True)
     return found
+
+
+@pytest.mark.parametrize("name", DETECTORS)
+def test_a_simulated_forward_leaves_no_tensor_without_values_to_the_next_one(name: str) -> None:
+    # An image size of its own: what is kept for one size is kept for all tests of this process.
+    pixels = torch.randn(2, 3, 96, 64)
+    with torch.no_grad():
+        model = model_of(DETECTORS[name])
+        with fake_tensors() as fake:
+            assert type(model(pixel_values=fake.from_tensor(pixels)).logits) is not torch.Tensor
+        assert type(model(pixel_values=pixels).logits) is torch.Tensor
 
 
 @pytest.mark.parametrize("name", DETECTORS)
