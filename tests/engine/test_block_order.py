@@ -40,6 +40,20 @@ def test_every_epoch_has_every_sample_once_and_another_order() -> None:
         assert sorted(epoch) == EVERY
     assert epochs[0] != epochs[1] != epochs[2]
     assert epochs[0] != EVERY
+    shards = [order().shards_from(0, len(SIZES), epoch).tolist() for epoch in range(2)]
+    assert shards[0] != shards[1]
+    assert sorted(shards[0]) == sorted(shards[1]) == [*range(len(SIZES))]
+
+
+def test_blocks_of_one_size_are_not_shuffled_alike() -> None:
+    # The blocks from the sixth on have 256 shards, here with one sample each.
+    sizes = np.ones(8 + 16 + 32 + 64 + 128 + 256 + 256, np.int64)
+    whole, mixed = order(1, sizes=sizes), []
+    for number, start in ((5, 248), (6, 504)):
+        places = {shard: place for place, shard in enumerate(whole.block(number).shards.tolist())}
+        mixed.append([places[int(whole.step_samples(step)[0]) >> 32] for step in range(start, start + 256)])
+    assert sorted(mixed[0]) == sorted(mixed[1]) == [*range(256)]
+    assert mixed[0] != mixed[1]
 
 
 def test_a_batch_of_any_size_and_any_number_of_processes_reads_the_same_stream() -> None:
@@ -57,6 +71,7 @@ def test_a_step_found_alone_is_that_of_the_whole_run() -> None:
     steps = [whole.step_samples(step).tolist() for step in range(200)]
     for step in (199, 57, 0, 131):
         assert order().step_samples(step).tolist() == steps[step]
+        assert whole.step_samples(step).tolist() == steps[step], "back, after a rollback"
 
 
 def test_only_the_shards_of_the_blocks_up_to_a_step_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -92,9 +92,11 @@ def test_a_run_reads_the_samples_of_its_order_and_ends_its_helpers(
 def test_the_first_step_does_not_wait_for_the_last_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     short_blocks(monkeypatch)
     monkeypatch.setattr("accel_train.engine.loader.SHARDS_AHEAD", 4)
+    before = len(children())
     train(blocks(tmp_path, 200_000, schedule={"max_steps": 2}))
     num_made = len(stored(tmp_path / "cache"))
     assert 8 <= num_made <= 14
+    assert len(children()) == before, "helpers wait, and end with the run"
     assert len(data_of(blocks(tmp_path)).train.shards.cut) > 90
 
 
@@ -269,5 +271,5 @@ def test_a_run_of_an_order_of_all_samples_does_not_go_on_in_blocks(tmp_path: Pat
     train_recipe(recipe, expect=75)
     again = {**recipe, "options": {}}
     again["data"] = {**recipe["data"], "order": "blocks"}
-    refused(train, again, named="data.order")
+    refused(train, again, named="data.order was shuffled")
     train({**recipe, "options": {}})

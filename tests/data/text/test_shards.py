@@ -5,7 +5,6 @@ import multiprocessing
 import os
 import random
 import signal
-import time
 from collections import Counter
 from collections.abc import Callable
 from hashlib import sha256
@@ -118,6 +117,18 @@ def test_a_row_longer_than_a_shard_is_in_one() -> None:
     assert [shard for shard in found if shard] == [["a", rows[1]], ["c", rows[3]]]
 
 
+def test_a_row_that_begins_at_any_byte_near_the_end_of_a_shard_is_in_one() -> None:
+    # Rows of 63 bytes begin at each remainder of 4,096, also after the first shard.
+    rows = [f"{number:06d}".ljust(50, "x") for number in range(4300)]
+    data = WindowData(train=write_rows("a.jsonl", rows))
+    assert len(Path("a.jsonl").read_bytes()) == 63 * len(rows)
+    whole = cut(resolve_sources(data.train, data, key="data.train"), data)
+    found = [
+        each.text for n in range(len(whole)) for part in whole.sources_of(n) for each in read_documents(part, data)
+    ]
+    assert found == rows
+
+
 def prepared(text_recipe: MakeRecipe, **settings: Any) -> TextCorpus:
     settings = {"order": "blocks", "sequence_length": 16, "eval_fraction": 0.05, **settings}
     return prepare_text(text_recipe(write_rows("a.jsonl", ROWS), **settings), progress=False)
@@ -228,48 +239,47 @@ def test_a_source_that_changes_while_it_is_read_gives_no_shard(
     assert not shards.path(2).exists()
 
 
-def test_a_hundred_kills_leave_no_half_shard_and_the_next_process_takes_over(
-    text_recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hundred_kills_leave_no_half_shard_and_the_next_process_takes_over(text_recipe: MakeRecipe) -> None:
     shards = shards_of(text_recipe)
     numbers = [*range(len(shards.cut))]
     shards.make_all(numbers)
     whole = {number: shards.path(number).read_bytes() for number in numbers}
-    generator, kills, taken_over = random.Random(1), 0, 0
-    left, patience = 0, 0.06
-    encode = shards.tokenizer.encode
-
-    def slowly(texts: Any) -> Any:
-        time.sleep(0.004)
-        return encode(texts)
-
-    monkeypatch.setattr(Shards, "_encode", staticmethod(slowly))
+    generator, kills, half_done, taken_over = random.Random(1), 0, 0, 0
     context = multiprocessing.get_context("fork")
+
+    def work(missing: list[int], calls_left: int) -> None:
+        """Make shards, and die at the start of one of the calls that read, write, or publish tokens."""
+
+        def dying(call: Callable[..., Any]) -> Callable[..., Any]:
+            def called(*arguments: Any, **named: Any) -> Any:
+                nonlocal calls_left
+                calls_left -= 1
+                if calls_left == 0:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return call(*arguments, **named)
+
+            return called
+
+        for owner, name in ((os, "replace"), (shards_module, "sync"), (shards_module, "texts_of"), (Path, "unlink")):
+            setattr(owner, name, dying(getattr(owner, name)))
+        shards_module.ShardWriter.write = dying(shards_module.ShardWriter.write)  # type: ignore[method-assign]
+        shards.make_all(missing)
+
     while kills < 100:
         for number in numbers:
             shards.path(number).unlink(missing_ok=True)
         while missing := [number for number in numbers if not shards.path(number).exists()]:
-            has_begun = context.Event()
-
-            def work(has_begun: Any = has_begun, missing: list[int] = missing) -> None:
-                has_begun.set()
-                shards.make_all(missing)
-
-            workers = [context.Process(target=work) for _ in range(2)]
+            workers = [context.Process(target=work, args=(missing, generator.randrange(1, 30))) for _ in range(2)]
             for worker in workers:
                 worker.start()
-            has_begun.wait()
-            # Longer and longer, so that a slow machine gets on too.
-            patience = patience * 1.5 if len(missing) == left else 0.06
-            left = len(missing)
-            time.sleep(generator.random() * patience)
             for worker in workers:
-                if worker.pid is not None and worker.is_alive():
-                    os.kill(worker.pid, signal.SIGKILL)
-                    kills += 1
                 worker.join()
-            taken_over += any(shards.folder.rglob("*.building"))
+                kills += worker.exitcode == -signal.SIGKILL
+            left = [*shards.folder.rglob("*.building")]
+            half_done += len(left)
+            taken_over += sum(path.with_suffix(".bin").exists() for path in left)
             for number in numbers:
                 if shards.path(number).exists():
                     assert shards.path(number).read_bytes() == whole[number]
-    assert taken_over >= 10, "killed, and nothing is half done"
+    assert half_done >= 30, "killed, and nothing is half done"
+    assert not taken_over, "what a killed process left became the shard"
