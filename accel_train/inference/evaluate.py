@@ -19,7 +19,7 @@ from accel_train.observe.run_folder import SUMMARY_FILE, read_record
 from accel_train.task import Scores
 
 
-def open_for_evaluation(folder: Path, data: str | None, settings: Sequence[str]) -> TrainedRun:
+def open_for_evaluation(folder: Path, data: str | None, settings: Sequence[str] = ()) -> TrainedRun:
     """Return the run, opened with data to evaluate on.
 
     Raises:

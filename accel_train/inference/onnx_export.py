@@ -164,7 +164,7 @@ def searchsorted(known: INT64[...], keys: INT64[...]) -> INT64[...]:
     return low
 
 
-def write_onnx(run: TrainedRun, folder: Path, quantize: str | None) -> JsonRecord:
+def write_onnx(run: TrainedRun, folder: Path, quantize: str | None = None) -> JsonRecord:
     """Write the graph into a folder. Return its description, and the size, metrics and speed of all models.
 
     With `quantize="int8"`, the graph in the folder is the quantized one. The fp32 graph is checked before it.

@@ -56,7 +56,7 @@ class Written(NamedTuple):
 
 
 def open_for_prediction(
-    folder: Path, data: str | None, out: str | None, settings: Sequence[str], options: Options
+    folder: Path, data: str | None, out: str | None, settings: Sequence[str] = (), options: Options = NO_OPTIONS
 ) -> tuple[TrainedRun, Path]:
     """Return the run, opened with data to predict, and the path of the table.
 
