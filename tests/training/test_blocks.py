@@ -259,7 +259,8 @@ def test_prepare_makes_all_shards_and_the_run_none(tmp_path: Path, monkeypatch: 
         {"data": {"train": "a.bin"}, "tokenizer": "bytes"},
     ],
 )
-def test_blocks_that_cannot_be_are_refused(tmp_path: Path, change: Settings) -> None:
+def test_blocks_that_cannot_be_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Settings) -> None:
+    monkeypatch.chdir(tmp_path)
     write_rows("a.jsonl", [{"text": "a" * 200}] * 20)
     np.zeros(4096, np.uint16).tofile("a.bin")
     refused(train, blocks(tmp_path, 10_000, **change), named="data.order")
