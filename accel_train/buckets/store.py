@@ -129,7 +129,7 @@ class Store:
                 self.get(name, folder / path)
 
     def remove(self, below: str, first: str = "") -> None:
-        """Remove all files below a folder, those of the name `first` before the others."""
+        """Remove all files below a folder, files of the name `first` before the others."""
         for name in sorted(self.names(below), key=lambda name: Path(name).name != first):
             self._ask(self._files.rm_file, self._path(name))
 

@@ -226,7 +226,7 @@ def sharded(windows: Any) -> dict[str, Any]:
 
 
 class ShardedWindows(Dataset[NDArray[np.int64]]):
-    """Windows over shards: those of `WindowDataset`, of one shard each. Window i of shard s is sample s << 32 | i."""
+    """Windows as in `WindowDataset`, each within one shard. Window i of shard s is sample s << 32 | i."""
 
     marks_documents = False
 
