@@ -41,6 +41,7 @@ class BlockOrder(DataOrder):
     """The samples of every step, shard << 32 | number in the shard. `num_samples` only bounds these numbers."""
 
     num_shards: int = 0
+    first_shard: int = 0
     about_samples: int = 0
     """Estimate of the number of samples in an epoch."""
     counts: Callable[[Indices], Indices] = field(default=np.ones_like, repr=False)
@@ -70,7 +71,7 @@ class BlockOrder(DataOrder):
     def shards_from(self, first: int, last: int, epoch: int) -> Indices:
         """Return the shards at these places of an epoch, from `first` up to `last`."""
         places = np.arange(first, min(last, self.num_shards), dtype=np.int64)
-        return permute(places, self.num_shards, self.seed, epoch) if self.shuffle else places
+        return (permute(places, self.num_shards, self.seed, epoch) if self.shuffle else places) + self.first_shard
 
     def block(self, number: int) -> Block:
         """Return a block, counted over all epochs. Waits until its shards are made."""
@@ -88,7 +89,10 @@ class BlockOrder(DataOrder):
         return bisect_right(self._ends, position)
 
     def _unsorted(self, step: int, per_epoch: int) -> Indices:
-        start, stop = self._span(step)
+        return self.between(*self._span(step), per_epoch)
+
+    def between(self, start: int, stop: int, per_epoch: int) -> Indices:
+        """Return the samples at positions from `start` up to `stop`, each plus epoch x `per_epoch`."""
         parts = []
         while start < stop:
             number = self._number_at(start)
@@ -118,18 +122,21 @@ class BlockOrder(DataOrder):
         return epoch + _first_of(block) / self.num_shards
 
 
-def block_order(recipe: Recipe, shards: ShardedWindows, global_batch_size: int) -> BlockOrder:
-    """Return the order of a run on text in shards."""
-    count, shuffle = len(shards.shards.cut), recipe.data.shuffle
-    largest = count << WINDOW_BITS
-    return BlockOrder(
-        largest,
-        global_batch_size,
-        recipe.seed,
-        shuffle,
-        num_shards=count,
-        about_samples=len(shards),
-        counts=shards.counts,
+def block_orders(recipe: Recipe, windows: ShardedWindows, global_batch_size: int) -> tuple[BlockOrder, ...]:
+    """Return the order of text in shards; of each source, if they have weights."""
+    cut, sizes = windows.shards.cut, map(len, windows.samples_by_source or [windows])
+    return tuple(
+        BlockOrder(
+            len(cut) << WINDOW_BITS,
+            global_batch_size,
+            recipe.seed + (number << 40),
+            recipe.data.shuffle,
+            num_shards=len(span),
+            first_shard=span.start,
+            about_samples=size,
+            counts=windows.counts,
+        )
+        for number, (span, size) in enumerate(zip(cut.spans, sizes, strict=True))
     )
 
 
@@ -139,6 +146,7 @@ def _first_of(block: int) -> int:
     return FIRST_SHARDS * (2**doublings - 1 + (block - doublings) * 2**NUM_DOUBLINGS)
 
 
-@lru_cache(maxsize=4)
+# One block of each source of a mixture is in use.
+@lru_cache(maxsize=64)
 def _opened(order: BlockOrder, number: int) -> Block:
     return order.block(number)

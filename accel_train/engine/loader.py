@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -61,7 +61,7 @@ def training_batches(run: "RunContext", first_step: int) -> Steps:
     if run.state.stopped_early:
         return run.observer.reading(iter(()))
     batches = _read_order(run, first_step) if run.plan.data.step_batches is None else _read_stream(run, first_step)
-    if isinstance(run.plan.order, BlockOrder):
+    if run.plan.data.shards is not None:
         batches = _while_made(run.plan.order, run.plan.data.shards, batches, run.accelerator.num_processes)
     if run.digest_check is not None:
         batches = _checked(run, run.digest_check, batches, first_step)
@@ -130,7 +130,7 @@ def _read_order(run: "RunContext", first_step: int) -> Steps:
         yield step, [*share[:count], *((batch, 0) for batch, _ in share[count:])]
 
 
-def _while_made(order: BlockOrder, windows: Any, batches: Steps, world_size: int) -> Steps:
+def _while_made(order: Any, windows: Any, batches: Steps, world_size: int) -> Steps:
     """Yield steps while forked processes make the shards of the next blocks, with all cores.
 
     They only help: without them, a process makes the shards that it reads.
@@ -139,19 +139,20 @@ def _while_made(order: BlockOrder, windows: Any, batches: Steps, world_size: int
         yield from batches
         return
     context = multiprocessing.get_context("fork")
-    num_read = context.Value("q", order.num_read)
+    parts: Sequence[BlockOrder] = order.blocks if isinstance(order, MixedOrder) else [order]
+    num_read = context.Array("q", [part.num_read for part in parts])
     windows.shards.choose_encoder()
     cores = usable_cores().value // processes_on_machine(world_size)
     stays = threading.current_thread() is threading.main_thread()
     helpers = [
-        context.Process(target=_make_ahead, args=(order, windows.shards, num_read, stays), daemon=True)
+        context.Process(target=_make_ahead, args=(parts, windows.shards, num_read, stays), daemon=True)
         for _ in range(max(1, cores))
     ]
     for helper in helpers:
         helper.start()
     try:
         for step in batches:
-            num_read.value = order.num_read
+            num_read[:] = [part.num_read for part in parts]
             yield step
     finally:
         for helper in helpers:
@@ -159,17 +160,23 @@ def _while_made(order: BlockOrder, windows: Any, batches: Steps, world_size: int
             helper.join()
 
 
-def _make_ahead(order: BlockOrder, shards: Any, num_read: Any, stays: bool) -> None:
-    """Make shards in the order of the first epoch, at most `SHARDS_AHEAD` after those that are read."""
+def _make_ahead(parts: Sequence[BlockOrder], shards: Any, num_read: Any, stays: bool) -> None:
+    """Make shards in the order of the first epoch, at most `SHARDS_AHEAD` after those that are read of a source."""
     _ignore_stop_signals(0, stays=stays)
     os.nice(_HELPERS_NICE)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     # The process that reads the shard finds the same error, and says so.
     with suppress(DataError):
-        for place, number in enumerate(order.shards_from(0, order.num_shards, 0).tolist()):
-            while place > num_read.value + SHARDS_AHEAD:
+        left = {at: deque(part.shards_from(0, part.num_shards, 0).tolist()) for at, part in enumerate(parts)}
+        while left:
+            ahead = {at: parts[at].num_shards - len(numbers) - num_read[at] for at, numbers in left.items()}
+            at = min(ahead, key=ahead.__getitem__)
+            if ahead[at] > SHARDS_AHEAD:
                 time.sleep(_POLL_SECONDS)
-            shards.make(number)
+                continue
+            shards.make(left[at].popleft())
+            if not left[at]:
+                del left[at]
 
 
 def _checked(run: "RunContext", check: DigestCheck, batches: Steps, first_step: int) -> Steps:

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from accel_train.data.order import DataOrder, Indices
+from accel_train.engine.block_order import BlockOrder
 
 MOST_SHARES = 2**16
 """Largest sum of whole shares. Weights that need more are rounded to it, so the pattern of a mixture takes 0.1 s."""
@@ -65,6 +66,8 @@ class MixedOrder(DataOrder):
     """
 
     sources: tuple[MixedSource, ...] = field(default=(), repr=False)
+    blocks: tuple[BlockOrder, ...] = field(default=(), repr=False)
+    """Order of each source, if they are text in shards. The number of their samples is then an estimate."""
 
     @cached_property
     def stretches(self) -> list[Stretch]:
@@ -72,11 +75,23 @@ class MixedOrder(DataOrder):
         return list(_stretches(self.sources, self.global_batch_size))
 
     @cached_property
-    def _parts(self) -> list[DataOrder]:
-        return [
+    def _parts(self) -> Sequence[DataOrder]:
+        return self.blocks or [
             DataOrder(len(source.samples), 1, self.seed + (number << 40), self.shuffle)
             for number, source in enumerate(self.sources)
         ]
+
+    @property
+    def steps_per_epoch(self) -> float:
+        """Steps in which a run reads as many samples as all sources have."""
+        return sum(len(source.samples) for source in self.sources) / self.global_batch_size
+
+    def epoch_at(self, step: int) -> float:
+        return step / self.steps_per_epoch
+
+    def epochs_of(self, number: int, drawn: int) -> float:
+        """Return the number of epochs of a source that `drawn` of its samples are."""
+        return self._parts[number].epoch_at(drawn)
 
     @property
     def num_steps(self) -> int | None:
@@ -110,6 +125,8 @@ class MixedOrder(DataOrder):
 
     def _draw(self, number: int, start: int, count: int, per_epoch: int) -> Indices:
         """Return `count` samples of a source from its `start`-th draw on, each plus its epoch x `per_epoch`."""
+        if self.blocks:
+            return self.blocks[number].between(start, start + count, per_epoch)
         own, order, parts = self.sources[number].samples, self._parts[number], []
         while count > 0:
             epoch, position = divmod(start, order.num_samples)

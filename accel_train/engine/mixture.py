@@ -18,6 +18,7 @@ from accel_train.core.state import JsonRecord
 from accel_train.data.order import DataOrder
 from accel_train.data.samples import fetch
 from accel_train.data.text.rows_cache import Rows
+from accel_train.engine.block_order import block_orders
 from accel_train.engine.mixed_order import MixedOrder, MixedSource
 from accel_train.recipe.data import Data
 from accel_train.recipe.schema import Recipe
@@ -46,8 +47,9 @@ def mixed_order(recipe: Recipe, data: TaskData, global_batch_size: int, max_step
         if each.limit == 0:
             problem = f"max_epochs of source {each.name!r} is less than one of its {len(each.samples)} samples"
             raise SettingError(problem, "Raise it", _AT, (_AT,))
-    num_samples = sum(len(each.samples) for each in sources)
-    order = MixedOrder(num_samples, global_batch_size, recipe.seed, section.shuffle, sources=sources)
+    blocks = block_orders(recipe, data.shards, 1) if data.shards is not None else ()
+    num_samples = blocks[0].num_samples if blocks else sum(len(each.samples) for each in sources)
+    order = MixedOrder(num_samples, global_batch_size, recipe.seed, section.shuffle, sources=sources, blocks=blocks)
     if order.num_steps is not None and order.num_steps < max_steps:
         raise SettingError(
             f"all sources end (max_epochs) after step {order.num_steps:,}, and the run has {max_steps:,}",
@@ -156,7 +158,7 @@ def numbers_by_source(order: DataOrder, window: int | None) -> Callable[[int, Se
             if counts and counts[len(sources) + number]:
                 found[f"{source.name}/loss"] = counts[number] / counts[len(sources) + number]
             found[f"{source.name}/{unit}"] = drawn * (window or 1)
-            found[f"{source.name}/epoch"] = round(drawn / len(source.samples), 6)
+            found[f"{source.name}/epoch"] = round(order.epochs_of(number, drawn), 6)
         return found
 
     return numbers

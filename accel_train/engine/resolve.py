@@ -13,7 +13,7 @@ from accel_train.data.batch_sizes import BatchSizes
 from accel_train.data.order import DataOrder
 from accel_train.data.sources import unread_formats
 from accel_train.data.text.tokenizers import check_tokenizer
-from accel_train.engine.block_order import block_order
+from accel_train.engine.block_order import block_orders
 from accel_train.engine.mixture import describe_mixture, mixed_order
 from accel_train.model.activation_checkpointing import checkpoint_activations
 from accel_train.model.freeze import freeze, set_training
@@ -111,7 +111,7 @@ def resolve_run(
     if data.shards is not None:
         if epoch_order is not None:
             raise ValueError("an order of epochs does not go with data.order: blocks; leave one of them out")
-        return steps, block_order(recipe, data.shards, sizes.global_batch_size), rate
+        return steps, block_orders(recipe, data.shards, sizes.global_batch_size)[0], rate
     order = DataOrder(
         num_samples, sizes.global_batch_size, recipe.seed, section.shuffle, section.last_batch, lengths, epoch_order
     )

@@ -11,10 +11,11 @@ import psutil
 import pytest
 
 from accel_train import train
+from accel_train.data.batch_sizes import resolve_batch
 from accel_train.data.text import corpus, shards
 from accel_train.data.text.corpus import prepare_text
-from accel_train.engine.block_order import block_order
-from accel_train.engine.resolve import check_recipe
+from accel_train.engine.block_order import BlockOrder
+from accel_train.engine.resolve import check_recipe, resolve_run
 from accel_train.plan.plan import resolve_plan
 from accel_train.plan.prepare import prepare
 from accel_train.recipe.loader import Recipe
@@ -35,11 +36,11 @@ from tests.support.runs import (
 BATCH, STEPS, MIB = 12, 30, 1 << 20
 
 
-def text(folder: Path, num_bytes: int) -> str:
-    path = folder / "text.jsonl"
+def text(folder: Path, num_bytes: int, name: str = "text", letters: str = "abcdefgh") -> str:
+    path = folder / f"{name}.jsonl"
     if not path.exists():
         generator, rows, size = random.Random(3), [], 0
-        words = ["".join(generator.choices("abcdefgh", k=k)) for k in range(2, 9) for _ in range(40)]
+        words = ["".join(generator.choices(letters, k=k)) for k in range(2, 9) for _ in range(40)]
         while size < num_bytes:
             rows.append({"text": f"{len(rows)} " + " ".join(generator.choices(words, k=generator.randrange(20, 900)))})
             size += len(rows[-1]["text"]) + 13
@@ -52,6 +53,30 @@ def blocks(folder: Path, num_bytes: int = 100_000, **sections: Any) -> Settings:
     sections = {"batch": {"global_batch_size": BATCH}, "schedule": {"max_steps": STEPS}, **sections}
     sections["data"] = {**data, **sections.get("data", {})}
     return recipe_dict(folder, evaluate={"max_samples": 8}, **sections)
+
+
+LETTERS = {"web": "abcdefgh", "code": "(){};=<>", "math": "uvwxyz+-"}
+WEIGHTS: dict[str, Any] = {"web": {0: 0.6, 18: 0.2}, "code": 0.3, "math": {0: 0.1, 18: 0.5}}
+
+
+def mixed(folder: Path, **sections: Any) -> Settings:
+    """Three sources with a change of weights at step 18."""
+    sizes = {"web": 60_000, "code": 30_000, "math": 15_000}
+    names = {name: text(folder, sizes[name], name, letters) for name, letters in LETTERS.items()}
+    train = [{"source": path, "weight": WEIGHTS[name]} for name, path in names.items()]
+    return blocks(folder, **{**sections, "data": {"train": train, **sections.get("data", {})}})
+
+
+def order_of(recipe: Settings) -> Any:
+    resolved, task = check_recipe(Recipe.model_validate(recipe))
+    data = task.load_data(resolved, progress=False)
+    return resolve_run(resolved, data, resolve_batch(resolved.batch, 1))[1]
+
+
+def source_of(windows: Any, sample: int) -> str:
+    """The source whose letters a window has."""
+    (found,) = [name for name, letters in LETTERS.items() if {*map(ord, letters)} & {*windows[sample].tolist()}]
+    return found
 
 
 def short_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,7 +104,7 @@ def test_a_run_reads_the_samples_of_its_order_and_ends_its_helpers(
     before = len(children())
     recipe = blocks(tmp_path, 100_000, options={"record": str(tmp_path / "reads")})
     train(recipe)
-    order = block_order(Recipe.model_validate(recipe), data_of(recipe).train, BATCH)
+    order = order_of(recipe)
     read = samples_by_step(tmp_path / "reads", 1, BATCH)[:STEPS]
     assert read == [order.step_samples(step).tolist() for step in range(STEPS)]
     assert len({sample for step in read for sample in step}) == BATCH * STEPS
@@ -153,13 +178,60 @@ def test_masked_language_models_read_blocks_with_new_masks_in_each_epoch(
     assert last["epoch"] > 1
 
 
-@pytest.mark.faults
-def test_killed_and_gone_on_with_2_1_4_2_processes_blocks_are_the_uninterrupted_run(
+def test_a_mixture_of_blocks_keeps_its_shares_and_the_order_of_each_source(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    short_blocks(monkeypatch)
+    (tmp_path / "reads").mkdir()
+    recipe = mixed(tmp_path, options={"record": str(tmp_path / "reads")})
+    train(recipe)
+    read, windows = samples_by_step(tmp_path / "reads", 1, BATCH)[:STEPS], data_of(recipe).train
+    order = order_of(recipe)
+    assert read == [order.step_samples(step).tolist() for step in range(STEPS)]
+    names = [[source_of(windows, sample) for sample in step] for step in read]
+    for first, last, shares in ((0, 18, (0.6, 0.3, 0.1)), (18, STEPS, (0.2, 0.3, 0.5))):
+        drawn = [name for step in names[first:last] for name in step]
+        for name, share in zip(LETTERS, shares, strict=True):
+            assert abs(drawn.count(name) - share * len(drawn)) < 1, name
+    for number, (name, span) in enumerate(zip(LETTERS, windows.shards.cut.spans, strict=True)):
+        own = [sample for step, of in zip(read, names) for sample, each in zip(step, of) if each == name]
+        settings = {"num_shards": len(span), "first_shard": span.start, "counts": windows.counts}
+        alone = BlockOrder(order.num_samples, len(own), recipe["seed"] + (number << 40), **settings)
+        assert own == alone.step_samples(0).tolist()
+        assert {sample >> 32 for sample in own} <= {*span}
+    for line in metrics(tmp_path / "run"):
+        drawn = [name for step in names[: line["step"]] for name in step]
+        assert {name: line[f"{name}/tokens"] for name in LETTERS} == {n: drawn.count(n) * 32 for n in LETTERS}
+        assert all(line[f"{name}/loss"] > 0 for name in LETTERS)
+
+
+def test_each_source_of_blocks_is_read_once_in_its_epochs_and_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    short_blocks(monkeypatch)
+    recipe = mixed(tmp_path, schedule={"max_steps": 800})
+    recipe["data"]["train"][2] |= {"max_epochs": 2, "weight": 0.1}
+    windows, order = data_of(recipe).train, order_of(recipe)
+    assert len(stored(tmp_path / "cache")) == len(windows.shards.cut), "counted"
+    read = np.concatenate([order.step_samples(step) for step in range(800)])
+    for at, span in enumerate(windows.shards.cut.spans):
+        numbers = np.arange(span.start, span.stop)
+        every = [(shard << 32) + i for shard, count in zip(numbers, windows.counts(numbers)) for i in range(count)]
+        own = read[np.isin(read >> 32, numbers)]
+        assert len(windows.samples_by_source[at]) == len(every)
+        assert sorted(own[: len(every)].tolist()) == every, "an epoch has each sample once"
+        assert order.epochs_of(at, len(every)) == pytest.approx(1)
+        assert (len(own) == 2 * len(every)) == (at == 2)
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("made", [blocks, mixed])
+def test_killed_and_gone_on_with_2_1_4_2_processes_blocks_are_the_uninterrupted_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, made: Any
 ) -> None:
     generator = random.Random(4)
     other = {"cache_dir": str(tmp_path / "other")}
-    whole = blocks(tmp_path, output_dir=str(tmp_path / "whole"), data=other, options={"shard_bytes": 1024})
+    whole = made(tmp_path, output_dir=str(tmp_path / "whole"), data=other, options={"shard_bytes": 1024})
     path = write_yaml(tmp_path / "whole.yaml", whole)
     run_forked(["run", str(path)], 2, folder=tmp_path / "processes").expect(0, 240)
     output, begun_at, read = tmp_path / "run", 0, dict[int, list[int]]()
@@ -169,7 +241,7 @@ def test_killed_and_gone_on_with_2_1_4_2_processes_blocks_are_the_uninterrupted_
         options: Settings = {"record": str(reads), "first_step": begun_at, "shard_bytes": 1024}
         if number < 3:
             options["kill_at"] = {"step": 8 * number + generator.randrange(4, 8), "rank": processes - 1}
-        recipe = blocks(tmp_path, output_dir=str(output), options=options, checkpoint={"every_steps": 3})
+        recipe = made(tmp_path, output_dir=str(output), options=options, checkpoint={"every_steps": 3})
         path = write_yaml(tmp_path / "run.yaml", recipe)
         forked = run_forked(["run", str(path)], processes, folder=tmp_path / f"processes {number}")
         assert forked.wait()[-1] == (0 if number == 3 else -signal.SIGKILL)
@@ -178,7 +250,7 @@ def test_killed_and_gone_on_with_2_1_4_2_processes_blocks_are_the_uninterrupted_
         begun_at = int(sorted((output / "checkpoints").glob("step-*"))[-1].name.removeprefix("step-"))
     assert len(event_steps(output, "resume")) == 3
     short_blocks(monkeypatch)
-    order = block_order(Recipe.model_validate(whole), data_of(whole).train, BATCH)
+    order = order_of(whole)
     assert [read[step] for step in range(STEPS)] == [order.step_samples(step).tolist() for step in range(STEPS)]
     for line, before in zip(metrics(output), metrics(tmp_path / "whole"), strict=True):
         assert line["step_loss"] == pytest.approx(before["step_loss"], rel=1e-5)
@@ -255,7 +327,6 @@ def test_prepare_makes_all_shards_and_the_run_none(tmp_path: Path, monkeypatch: 
     "change",
     [
         {"data": {"last_batch": "short"}},
-        {"data": {"train": [{"source": "a.jsonl", "weight": 1}]}},
         {"data": {"train": "a.bin"}, "tokenizer": "bytes"},
     ],
 )

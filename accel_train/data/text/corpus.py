@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -133,11 +133,11 @@ def prepare_text(recipe: Recipe, *, progress: bool) -> TextCorpus:
         tqdm.write(note, file=sys.stderr)
     corpus = _open(recipe, inputs, folder, meta, built, notes)
     if isinstance(corpus.train, ShardedWindows):
-        if recipe.schedule.max_steps is None:
+        if recipe.schedule.max_steps is None or any(each.max_epochs for each in inputs.data.mixture):
             corpus.train.count(progress)
             corpus.facts.train_tokens = corpus.train.num_tokens
         else:
-            corpus.facts.notes.append("the number of tokens to train on is an estimate from the first MiB of text")
+            corpus.facts.notes.append("the number of tokens to train on is an estimate from the first MiB of a source")
     if not sampled:
         return corpus
 
@@ -166,7 +166,6 @@ def _inputs(recipe: Recipe, progress: bool) -> Inputs:
 def _order(data: WindowData, train: Sequence[Source]) -> tuple[bool, list[str]]:
     """Return whether training text is read in blocks, and a note on a choice by its size."""
     reasons = {
-        "the sources have weights": bool(data.mixture),
         "files of tokens are read where they lie": holds_tokens(train),
         f"data.last_batch is {data.last_batch}": data.last_batch != "carry",
     }
@@ -283,7 +282,7 @@ def _open(
             split = Split(**{**meta["split"], "hashes": frozenset(meta["split"]["hashes"])})
             dtype = np.dtype(meta["dtype"])
             shards = Shards(folder / "shards", inputs.cut, inputs.data, tokenizer, split, dtype)
-            return ShardedWindows(shards, length, number)
+            return ShardedWindows(shards, length, [end - begin for begin, end in pairwise([0, *(ends or [number])])])
         if holds_tokens(sources):
             tokens = replace(read_layouts(files_of(sources)).cut(start, start + number), remedy=f"; {OTHER_TOKENIZER}")
         else:
@@ -361,7 +360,9 @@ def build_shards(folder: Path, inputs: Inputs) -> tuple[TextTokenizer, JsonRecor
             ends = [min(end, cut) for end in accumulate(sizes)]
             counts.notes += notes_on_tokenizers(files, tokenizer)
         elif inputs.cut:
-            train = _estimate(inputs.cut, split, inputs, tokenizer)
+            found = [_estimate(inputs.cut, span, split, inputs, tokenizer) for span in inputs.cut.spans]
+            train, ends = Tally(tokenizer.vocab_size), [*accumulate(found)]
+            train.num_tokens = ends[-1]
             if not inputs.eval and inputs.data.eval_fraction:
                 _tokenise(read_before, split, inputs, tokenizer, (None, held_out), counts)
         else:
@@ -406,15 +407,14 @@ def _leaks(inputs: Inputs) -> list[str]:
     )
 
 
-def _estimate(cut: Cut, split: Split, inputs: Inputs, tokenizer: TextTokenizer) -> Tally:
-    """Return about how many tokens a text in shards has, by its first shards up to one with tokens."""
+def _estimate(cut: Cut, span: range, split: Split, inputs: Inputs, tokenizer: TextTokenizer) -> int:
+    """Return about how many tokens a span of shards has, by its first shards up to one with tokens."""
     train, silent = Tally(tokenizer.vocab_size), replace(inputs, progress=False)
-    for number in range(len(cut)):
+    for number in span:
         _tokenise([*cut.sources_of(number)], split, silent, tokenizer, (train, None), Counts())
         if train.num_tokens:
-            train.num_tokens = train.num_tokens * len(cut) // (number + 1)
-            break
-    return train
+            return train.num_tokens * len(span) // (number - span.start + 1)
+    return 0
 
 
 def _tokenise(

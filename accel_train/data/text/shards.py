@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -62,9 +63,19 @@ class Cut:
     bounds: NDArray[np.int64]
     """First piece of each shard, and the number of pieces: (shards + 1,)."""
     num_bytes: float
+    by_source: bool
+    """Whether the text of a shard is of one source."""
 
     def __len__(self) -> int:
         return len(self.bounds) - 1
+
+    @cached_property
+    def spans(self) -> list[range]:
+        """The shards of each source with a weight. Without weights, all are one span."""
+        if not self.by_source:
+            return [range(len(self))]
+        numbers = np.arange(len(self.sources) + 1)
+        return [range(*each) for each in pairwise(np.searchsorted(self.pieces[self.bounds[:-1], 0], numbers).tolist())]
 
     def sources_of(self, number: int) -> Iterator[Source]:
         """Yield the pieces of a shard as sources."""
@@ -96,9 +107,12 @@ def cut(sources: tuple[Source, ...], data: WindowData) -> Cut:
             parts.append(np.stack([np.full(count, number), np.full(count, file), edges[:-1], edges[1:]], 1))
             sizes.append(weights)
     weights = np.concatenate(sizes)
+    pieces, by_source = np.concatenate(parts).astype(np.int64), bool(data.mixture)
     shards = (np.cumsum(weights) - weights) // SHARD_BYTES
-    bounds = np.append(np.flatnonzero(np.diff(shards, prepend=-1)), len(shards))
-    return Cut(sources, np.concatenate(parts).astype(np.int64), bounds, float(weights.sum()))
+    is_first = np.diff(shards, prepend=-1) > 0
+    if by_source:
+        is_first |= np.diff(pieces[:, 0], prepend=-1) > 0
+    return Cut(sources, pieces, np.append(np.flatnonzero(is_first), len(pieces)), float(weights.sum()), by_source)
 
 
 def _edges(source: Source, data: WindowData) -> tuple[NDArray[Any], NDArray[Any]]:
@@ -230,9 +244,9 @@ class ShardedWindows(Dataset[NDArray[np.int64]]):
 
     marks_documents = False
 
-    def __init__(self, shards: Shards, sequence_length: int, num_tokens: int) -> None:
-        """Take windows of `num_tokens` tokens in all, of which the first `SAMPLE_BYTES` of text give an estimate."""
-        self.shards, self.sequence_length, self.num_tokens = shards, sequence_length, num_tokens
+    def __init__(self, shards: Shards, sequence_length: int, tokens: Sequence[int]) -> None:
+        """Take windows of the shards. `tokens` estimates the number of tokens in each of the spans of shards."""
+        self.shards, self.sequence_length, self.tokens = shards, sequence_length, tokens
         self._opened: dict[int, TokenStream] = {}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -241,6 +255,19 @@ class ShardedWindows(Dataset[NDArray[np.int64]]):
     def __len__(self) -> int:
         """Return the number of windows: an estimate, until `count` has counted them."""
         return max(1, self.num_tokens // self.sequence_length)
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens, as exact as the number of windows."""
+        return sum(self.tokens)
+
+    @property
+    def samples_by_source(self) -> tuple[range, ...]:
+        """As many sample numbers for each source with a weight as it has windows, from the first one on."""
+        if not self.shards.cut.by_source:
+            return ()
+        firsts = [span.start << WINDOW_BITS for span in self.shards.cut.spans]
+        return tuple(range(at, at + num // self.sequence_length) for at, num in zip(firsts, self.tokens, strict=True))
 
     def count(self, progress: bool) -> bool:
         """Make all shards, so that the number of windows is exact. Return whether some were missing."""
@@ -255,7 +282,8 @@ class ShardedWindows(Dataset[NDArray[np.int64]]):
             except DataError:
                 threads.shutdown(cancel_futures=True)
                 raise
-        self.num_tokens = int(self.counts(numbers).sum()) * self.sequence_length
+        counts = self.counts(numbers)
+        self.tokens = [int(counts[span].sum()) * self.sequence_length for span in self.shards.cut.spans]
         return bool(missing)
 
     def first_sample(self) -> int:

@@ -290,7 +290,7 @@ def marks_documents(windows: Windows) -> bool:
 def samples_of(windows: Windows) -> tuple[range, ...]:
     """Return the numbers of the windows of each source of a mixture; empty for one token stream."""
     if not isinstance(windows, ConcatDataset):
-        return ()
+        return getattr(windows, "samples_by_source", ())
     return tuple(range(start, end) for start, end in pairwise([0, *windows.cumulative_sizes]))
 
 
