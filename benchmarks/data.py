@@ -58,9 +58,12 @@ class Sizes:
     encode_rounds: int
     first_step_gib: tuple[int, ...]
     """Sizes of raw texts whose first step is waited for."""
+    token_file_bytes: int
 
 
-FULL = Sizes("python-stdlib", 50_000_000, 12, 1024, 500, 10**9, 2000, 10_000_000, 800_000, 7, 40_000_000, 3, (1, 4))
+FULL = Sizes(
+    "python-stdlib", 50_000_000, 12, 1024, 500, 10**9, 2000, 10_000_000, 800_000, 7, 40_000_000, 3, (1, 4), 10**10
+)
 
 
 @dataclass(frozen=True)
@@ -180,7 +183,12 @@ def encoding(sizes: Sizes, folder: Path) -> list[Figure]:
 
 
 def first_step(sizes: Sizes, folder: Path) -> list[Figure]:
-    """Seconds from the start of `accel-train run` on raw text to the first line of its metrics, with a cold cache."""
+    """Seconds from the start of `accel-train run` to the first line of its metrics, with a cold cache; and its memory.
+
+    The memory is what each of the other processes has written, and does not share. The token file is sparse.
+    """
+    import psutil
+
     from accel_train.data.builtin.stdlib import python_stdlib_files
     from accel_train.data.text.tokenizers import train_bpe
 
@@ -189,29 +197,36 @@ def first_step(sizes: Sizes, folder: Path) -> list[Figure]:
     tokenizer.save_pretrained(folder / "tokenizer")
     with (folder / "0.jsonl").open("w") as file:
         number = 0
-        while file.tell() < 2**30:
+        while sizes.first_step_gib and file.tell() < 2**30:
             text = texts[number % len(texts)]
             file.write(json.dumps({"text": f"document {number}\n{text}"}) + "\n")
             number += 1
     model = {"model_type": "gpt2", "n_layer": 2, "n_head": 2, "n_embd": 64}
-    figures = []
-    for gib in sizes.first_step_gib:
-        source, run = folder / f"{gib} GiB", folder / f"run {gib}"
+    cases = {f"raw text, {gib} GiB": ("<= 10", folder / f"{gib} GiB") for gib in sizes.first_step_gib}
+    for gib, (_, source) in zip(sizes.first_step_gib, cases.values()):
         source.mkdir()
         for part in range(gib):
             os.link(folder / "0.jsonl", source / f"{part}.jsonl")
+    tokens = folder / "tokens.bin"
+    with tokens.open("wb") as content:
+        content.truncate(sizes.token_file_bytes)
+    cases[f"token file, {sizes.token_file_bytes / 1e9:.3g} GB"] = "<= 5", tokens
+    cores, figures = len(os.sched_getaffinity(0)), []
+    for name, (bar, source) in cases.items():
+        run = folder / f"run {name}"
         recipe = {
             "task": "causal-lm",
             "output_dir": str(run),
             "model": {"config": model},
-            "data": {"train": str(source), "cache_dir": str(folder / f"cache {gib}"), "sequence_length": 512},
+            "data": {"train": str(source), "cache_dir": str(folder / f"cache {name}"), "sequence_length": 512}
+            | {"num_workers": 1},
             "tokenizer": str(folder / "tokenizer"),
             "batch": {"global_batch_size": 4},
-            "schedule": {"max_steps": 1},
+            "schedule": {"max_steps": 100_000},
             "log": {"every_steps": 1},
             "evaluate": {"max_samples": 4},
         }
-        path = folder / f"{gib}.yaml"
+        path = folder / f"{name}.yaml"
         path.write_text(json.dumps(recipe))
         start = time.perf_counter()
         with subprocess.Popen(
@@ -222,10 +237,20 @@ def first_step(sizes: Sizes, folder: Path) -> list[Figure]:
                     raise SystemExit(running.stderr and running.stderr.read().decode())
                 time.sleep(0.02)
             seconds = time.perf_counter() - start
-            running.terminate()
-        cores = len(os.sched_getaffinity(0))
-        figures.append(Figure("first step", f"raw text, {gib} GiB, cores: {cores}", "s", [seconds], "<= 10"))
+            time.sleep(1)
+            children = psutil.Process(running.pid).children(recursive=True)
+            memory = [_private_mib(child.pid) for child in children]
+            running.kill()
+        figures += [
+            Figure("first step", f"{name}, cores: {cores}", "s", [seconds], bar),
+            Figure("memory", f"{name}, its {len(memory)} other processes", "MiB", memory),
+        ]
     return figures
+
+
+def _private_mib(process: int) -> float:
+    lines = Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("Private_Dirty:")) / 1024
 
 
 # --- tokens to batches -----------------------------------------------------------------------------------------------

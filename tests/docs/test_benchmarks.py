@@ -263,13 +263,22 @@ def test_data_prints_every_part(tmp_path: Path) -> None:
         "encoded_bytes": 200_000,
         "encode_rounds": 1,
         "first_step_gib": [],
+        "token_file_bytes": 1_000_000,
     }
     rows, saved = measured("data", tmp_path, "--sizes", json.dumps(sizes))
-    assert {row["part"] for row in rows} == {"tokenise", "encode", "read", "order", "first batch"}
+    assert {row["part"] for row in rows} == {
+        "tokenise",
+        "encode",
+        "first step",
+        "memory",
+        "read",
+        "order",
+        "first batch",
+    }
     assert {row["what"].rpartition(": ")[2] for row in rows if row["part"] == "encode"} == {"1", str(os.cpu_count())}
     for row in rows:
         assert float(row["median (least to most)"].split(" (")[0].replace(",", "")) > 0
-    assert sum(row["bar"] != "-" for row in rows) == 2
+    assert sum(row["bar"] != "-" for row in rows) == 3
     assert len(saved["figures"]) == len(rows)
 
 
