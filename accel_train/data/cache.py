@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +96,9 @@ def sample_digest(file: Path) -> str:
     """Return a digest of a file's size and of samples of its content, in milliseconds for a file of any size."""
     num_bytes = file.stat().st_size
     digest = hashlib.sha256(str(num_bytes).encode())
-    with file.open("rb") as content:
+    with file.open("rb") as opened:
+        # Of a small file, the samples overlap.
+        content = BytesIO(opened.read()) if num_bytes <= _NUM_SAMPLES * _SAMPLE_BYTES else opened
         for number in range(_NUM_SAMPLES):
             content.seek(max(num_bytes - _SAMPLE_BYTES, 0) * number // (_NUM_SAMPLES - 1))
             digest.update(content.read(_SAMPLE_BYTES))

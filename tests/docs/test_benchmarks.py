@@ -266,15 +266,8 @@ def test_data_prints_every_part(tmp_path: Path) -> None:
         "token_file_bytes": 1_000_000,
     }
     rows, saved = measured("data", tmp_path, "--sizes", json.dumps(sizes))
-    assert {row["part"] for row in rows} == {
-        "tokenise",
-        "encode",
-        "first step",
-        "memory",
-        "read",
-        "order",
-        "first batch",
-    }
+    parts = {"tokenise", "encode", "first step", "memory", "read", "order", "first batch"}
+    assert {row["part"] for row in rows} == parts
     assert {row["what"].rpartition(": ")[2] for row in rows if row["part"] == "encode"} == {"1", str(os.cpu_count())}
     for row in rows:
         assert float(row["median (least to most)"].split(" (")[0].replace(",", "")) > 0

@@ -3,7 +3,7 @@
 import lzma
 import shutil
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -117,8 +117,8 @@ def prepare_text(recipe: Recipe, *, progress: bool) -> TextCorpus:
     """
     inputs = _inputs(recipe, progress)
     root = cache.cache_folder(recipe.data)
-    sampled = inputs.sampled_files
-    contents = _contents(inputs, root, {*sampled})
+    sampled = {file: cache.sample_digest(file) for file in inputs.sampled_files}
+    contents = _contents(inputs, root, sampled)
     folder = root / json_digest(contents)[:32]
     notes: list[str] = []
     built: TextTokenizer | None = None
@@ -144,7 +144,7 @@ def prepare_text(recipe: Recipe, *, progress: bool) -> TextCorpus:
     def in_full() -> str:
         return json_digest([json_digest(_contents(inputs, root))[:32], meta["tokenizer_digest"]])
 
-    pins = {file: root / "pinned" / cache.sample_digest(file) for file in sampled}
+    pins = {file: root / "pinned" / digest for file, digest in sampled.items()}
     return replace(corpus, large_files={**corpus.large_files, **pins}, first_fingerprint="" if inputs.cut else in_full)
 
 
@@ -187,8 +187,11 @@ def _token_files(sources: Sequence[Source]) -> list[Path]:
     return list(dict.fromkeys(each for file in files for each in (file, *companions_of(file))))
 
 
-def _contents(inputs: Inputs, root: Path, sampled: Collection[Path] = ()) -> JsonRecord:
-    """Return everything that determines the tokens. File names are excluded, so a corpus may move."""
+def _contents(inputs: Inputs, root: Path, sampled: Mapping[Path, str] = {}) -> JsonRecord:
+    """Return everything that determines the tokens. File names are excluded, so a corpus may move.
+
+    `sampled` has the digests of files of which only samples are read.
+    """
     data, tokenizer = inputs.data, inputs.tokenizer
     sides = {"train": inputs.train, "eval": inputs.eval}
     sizes = sum(file.stat().st_size for file in files_of((*inputs.train, *inputs.eval)))
@@ -219,13 +222,13 @@ def _to_train(tokenizer: TrainedTokenizer) -> JsonRecord:
 
 
 def _source_contents(
-    source: Source, root: Path, advance: Callable[[float], object], sampled: Collection[Path]
+    source: Source, root: Path, advance: Callable[[float], object], sampled: Mapping[Path, str]
 ) -> list[Any]:
     if source.dataset is not None:
         return [source.name, source.dataset._fingerprint]
     files = _token_files([source]) or source.files
     is_sampled = sampled and files[0] in sampled
-    digests = map(cache.sample_digest, files) if is_sampled else cache.file_digests(files, root, advance)
+    digests = map(sampled.__getitem__, files) if is_sampled else cache.file_digests(files, root, advance)
     return [[file.suffix.lower(), digest] for file, digest in zip(files, digests)]
 
 
