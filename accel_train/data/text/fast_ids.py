@@ -16,6 +16,7 @@ may know another Unicode, so ids are also compared before use: of each character
 """
 
 import json
+import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -55,25 +56,28 @@ Batch = TypeVar("Batch", bound=Sequence[tuple[Any, ...]])
 def encode_ahead(
     tokenizer: TextTokenizer, batches: Iterable[Batch], *, progress: bool
 ) -> Iterator[tuple[Batch, list[TokenIds]]]:
-    """Yield each batch of texts with its tokens. Other threads encode the next two batches meanwhile.
+    """Yield each batch of texts with its tokens. Other threads encode the next batches meanwhile.
 
-    The text of an item comes first. Two batches, because one leaves cores idle at its end.
+    The text of an item comes first. The tokenizers library uses all cores for a batch, and one batch alone leaves cores
+    idle at its end. tiktoken takes a batch for each core: its own threads take a third longer.
     """
     encode, started = tokenizer.encode, list[Future[tuple[Batch, list[TokenIds]]]]()
+    num_cores, num_ahead = os.cpu_count() or 1, 2
 
     def encode_batch(batch: Batch) -> tuple[Batch, list[TokenIds]]:
         return batch, encode([text for text, *_ in batch])
 
     # A tokenizer written in Python may not be safe to use from two threads.
-    with ThreadPoolExecutor(2 if tokenizer.tokenizer.is_fast else 1) as threads:
+    with ThreadPoolExecutor(max(2, num_cores) if tokenizer.tokenizer.is_fast else 1) as threads:
         for index, batch in enumerate(batches):
             if index == _BATCHES_BEFORE_CHOICE and encode is not encode_bytes:
                 choice = faster_encoder(tokenizer, batch[0][0])
-                encode = choice.value
+                if choice.value is not encode:
+                    encode, num_ahead = choice.value, max(2, num_cores)
                 if progress:
                     tqdm.write(f"tokenizing {choice.reason}", file=sys.stderr)
             started.append(threads.submit(encode_batch, batch))
-            if index > 1:
+            if len(started) > num_ahead:
                 yield started.pop(0).result()
         for future in started:
             yield future.result()
@@ -139,6 +143,6 @@ def _tiktoken_encoder(tokenizer: TextTokenizer) -> Encode | str:
     encoding = Encoding("", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
 
     def encode(texts: Sequence[str]) -> list[TokenIds]:
-        return [np.array(ids, np.uint32) for ids in encoding.encode_ordinary_batch(list(texts))]
+        return [np.array(encoding.encode_ordinary(text), np.uint32) for text in texts]
 
     return encode
