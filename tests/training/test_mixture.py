@@ -125,6 +125,24 @@ def test_the_loss_of_each_source_is_that_of_its_windows(tmp_path: Path, chunked:
             assert line[f"{name}/epoch"] == pytest.approx(drawn / sizes_of(recipe)[number], abs=1e-6)
 
 
+@pytest.mark.parametrize("case", ["masked-lm", "seq2seq"])
+def test_the_loss_of_a_source_that_has_a_step_alone_is_that_of_the_step(tmp_path: Path, case: str) -> None:
+    weights: list[dict[int, int]] = [{0: 1, 2: 0, 4: 1}, {0: 0, 2: 1}]
+    recipe = recipe_of(case, tmp_path / "one", schedule={"max_steps": 6}, log={"every_steps": 1})
+    names = [recipe_of(case, tmp_path / name)["data"]["train"] for name in ("one", "two")]
+    recipe["data"]["train"] = [
+        {"source": path, "weight": weight, "name": name} for path, weight, name in zip(names, weights, ("one", "two"))
+    ]
+    train(recipe)
+    lines = [line for line in metrics(Path(recipe["output_dir"])) if "step_loss" in line]
+    assert [[name for name in ("one", "two") if f"{name}/loss" in line] for line in lines] == [
+        ["one"], ["one"], ["two"], ["two"], ["one", "two"], ["one", "two"],
+    ]  # fmt: skip
+    for line in lines:
+        losses = [line[f"{name}/loss"] for name in ("one", "two") if f"{name}/loss" in line]
+        assert min(losses) * (1 - 1e-5) <= line["step_loss"] <= max(losses) * (1 + 1e-5)
+
+
 @pytest.mark.slow
 def test_a_mixture_is_the_same_run_on_1_2_3_and_4_processes(tmp_path: Path) -> None:
     lines, samples = {}, {}

@@ -1,11 +1,12 @@
 """The training loss of each source of a mixture, added up where the loss is computed."""
 
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from accel_train.data.labels import IGNORED_LABEL
+from accel_train.task import Batch
 
 
 class LossBySource(NamedTuple):
@@ -30,3 +31,12 @@ class LossBySource(NamedTuple):
     def add(self, part: slice, losses: Tensor) -> None:
         """Add the losses (N,) of a part of the positions."""
         self.sums.index_add_(0, self.sources[part], losses.detach().float())
+
+
+def loss_by_source(model: nn.Module, batch: Batch, counted: Any) -> LossBySource | None:
+    """Return the sums of a micro-batch of a mixture in training, which `counted` adds to the step's. None otherwise."""
+    if "sources" not in batch or not model.training or counted is None:
+        return None
+    found = LossBySource.of(batch["sources"], batch["labels"], counted.size)
+    counted.add(found.sums)
+    return found

@@ -43,7 +43,7 @@ from accel_train.model.kernels.chunked_loss import (
     summed_loss,
 )
 from accel_train.model.kernels.experts import RouterLoss, choose_router_loss
-from accel_train.model.kernels.loss_by_source import LossBySource
+from accel_train.model.kernels.loss_by_source import loss_by_source
 from accel_train.model.pretrained import config_of, pretrained_config, transformers_model
 from accel_train.model.tensors import unpacked_numel
 from accel_train.observe.throughput import model_flops_per_token
@@ -221,10 +221,7 @@ class CausalLM(Task):
         labels = batch["labels"]
         smoothing, z_loss = (self.label_smoothing, self.z_loss) if model.training else (0.0, 0.0)
         head = self.head_for_chunks(model, labels.numel())
-        by_source = None
-        if "sources" in batch and model.training and self.counted is not None:
-            by_source = LossBySource.of(batch["sources"], labels, self.counted.size)
-            self.counted.add(by_source.sums)
+        by_source = loss_by_source(model, batch, self.counted)
         if head is None:
             return summed_loss(next_token_logits(model, batch, self.compiled), labels, smoothing, z_loss, by_source)
         hidden = hidden_states(model, batch, self.compiled)

@@ -26,6 +26,7 @@ from accel_train.data.text.tokenizers import vocab_size_of
 from accel_train.data.text.tokens import joined, parts_of, samples_of
 from accel_train.metrics.scores import perplexity
 from accel_train.model.kernels.chunked_loss import summed_loss
+from accel_train.model.kernels.loss_by_source import loss_by_source
 from accel_train.recipe.data import TrainedTokenizer
 from accel_train.recipe.schema import Recipe
 from accel_train.task import Batch, Columns, Facts, Scores, Task, TaskData, Tensors, Totals
@@ -66,6 +67,7 @@ class MaskedLM(Task):
     """Pretrain a BERT or RoBERTa on text, or continue training pretrained weights."""
 
     spec = SPEC
+    counts_sources = True
 
     metric_names = SPEC.metrics
 
@@ -152,7 +154,10 @@ class MaskedLM(Task):
 
     def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
         """Return the fp32 cross-entropy summed over masked tokens, with `loss.label_smoothing` in training."""
-        return summed_loss(logits_of(model, batch), batch["labels"], self.label_smoothing if model.training else 0.0)
+        smoothing = self.label_smoothing if model.training else 0.0
+        by_source = loss_by_source(model, batch, self.counted)
+        logits = logits_of(model, batch, ("labels", "sources"))
+        return summed_loss(logits, batch["labels"], smoothing, by_source=by_source)
 
     def flops_per_target(self, recipe: Recipe, model: nn.Module) -> float | None:
         """Return 3 x the FLOPs of one window's forward pass, divided by the mean number of tokens it predicts."""

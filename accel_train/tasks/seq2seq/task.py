@@ -28,6 +28,7 @@ from accel_train.data.text.tokenizers import vocab_size_of
 from accel_train.metrics.scores import perplexity
 from accel_train.metrics.texts import TEXT_SCORES, text_scores
 from accel_train.model.kernels.chunked_loss import summed_loss
+from accel_train.model.kernels.loss_by_source import loss_by_source
 from accel_train.model.pretrained import pretrained_config, value_of
 from accel_train.recipe.schema import Recipe
 from accel_train.task import Batch, Columns, Facts, Scores, Task, TaskData, Tensors, Totals
@@ -61,6 +62,7 @@ class Seq2Seq(Task):
     """Fine-tune any encoder-decoder of transformers on pairs of texts, or train one from a configuration."""
 
     spec = SPEC
+    counts_sources = True
 
     metric_names: tuple[str, ...]
     """Metrics that evaluations report. Includes metrics of generated texts if `evaluate.generation` asks for texts."""
@@ -134,7 +136,8 @@ class Seq2Seq(Task):
     def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
         """Return the fp32 cross-entropy summed over target tokens, with `loss.label_smoothing` in training."""
         smoothing = self.label_smoothing if model.training else 0.0
-        return summed_loss(decoder_logits(model, batch), batch["labels"], smoothing)
+        by_source = loss_by_source(model, batch, self.counted)
+        return summed_loss(decoder_logits(model, batch), batch["labels"], smoothing, by_source=by_source)
 
     def flops_per_target(self, recipe: Recipe, model: nn.Module) -> float | None:
         """Return 3 x the FLOPs per target token of the forward pass of a mean-length pair, without padding."""
