@@ -107,11 +107,11 @@ def describe_mixture(order: MixedOrder, max_steps: int, window: int | None) -> l
         end = order.end_of(number)
         found = [(step, _share(order.shares_at(step), number)) for step in changes if step < end]
         kept = [each for each, before in zip(found, [(0, -1.0), *found]) if each[1] != before[1]]
-        share = ", ".join(f"{share:.3g} %" + f" from step {step:,}" * (step > 0) for step, share in kept)
+        share = ", ".join(f"{share:.3g} % " + (f"from step {at:,}" if at else "of the samples") for at, share in kept)
         tokens = f" ({format_count(count * window, 'token')})" if window else ""
         ends = f"; it ends after step {end:,}, and the others take its share" if end <= max_steps else ""
         notes.append(
-            f"source {source.name}: {share} of the samples: {format_count(count, 'sample')}{tokens}, "
+            f"source {source.name}: {share}: {format_count(count, 'sample')}{tokens}, "
             f"{count / len(source.samples):.4g} epochs of {format_count(len(source.samples))}{ends}"
         )
     return notes

@@ -133,10 +133,12 @@ def prepare_text(recipe: Recipe, *, progress: bool) -> TextCorpus:
         tqdm.write(note, file=sys.stderr)
     corpus = _open(recipe, inputs, folder, meta, built, notes)
     if isinstance(corpus.train, ShardedWindows):
-        if recipe.schedule.max_steps is None or any(each.max_epochs for each in inputs.data.mixture):
-            corpus.train.count(progress)
+        ending = {at for at, each in enumerate(inputs.data.mixture) if each.max_epochs}
+        counts_all = recipe.schedule.max_steps is None
+        if counts_all or ending:
+            corpus.train.count(progress, None if counts_all else ending)
             corpus.facts.train_tokens = corpus.train.num_tokens
-        else:
+        if not counts_all:
             corpus.facts.notes.append("the number of tokens to train on is an estimate from the first MiB of a source")
     if not sampled:
         return corpus

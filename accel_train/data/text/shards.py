@@ -9,7 +9,7 @@ import hashlib
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -244,7 +244,7 @@ class ShardedWindows(Dataset[NDArray[np.int64]]):
 
     marks_documents = False
 
-    def __init__(self, shards: Shards, sequence_length: int, tokens: Sequence[int]) -> None:
+    def __init__(self, shards: Shards, sequence_length: int, tokens: list[int]) -> None:
         """Take windows of the shards. `tokens` estimates the number of tokens in each of the spans of shards."""
         self.shards, self.sequence_length, self.tokens = shards, sequence_length, tokens
         self._opened: dict[int, TokenStream] = {}
@@ -267,12 +267,16 @@ class ShardedWindows(Dataset[NDArray[np.int64]]):
         if not self.shards.cut.by_source:
             return ()
         firsts = [span.start << WINDOW_BITS for span in self.shards.cut.spans]
-        return tuple(range(at, at + num // self.sequence_length) for at, num in zip(firsts, self.tokens, strict=True))
+        sizes = [-(-(num_tokens - 1) // self.sequence_length) for num_tokens in self.tokens]
+        return tuple(range(first, first + size) for first, size in zip(firsts, sizes, strict=True))
 
-    def count(self, progress: bool) -> bool:
-        """Make all shards, so that the number of windows is exact. Return whether some were missing."""
-        numbers = np.arange(len(self.shards.cut))
-        missing = [number for number in numbers.tolist() if not self.shards.path(number).exists()]
+    def count(self, progress: bool, spans: Collection[int] | None = None) -> bool:
+        """Make all shards, or those of some spans, so that their number of windows is exact.
+
+        Return whether some were missing.
+        """
+        counted = {at: span for at, span in enumerate(self.shards.cut.spans) if spans is None or at in spans}
+        missing = [number for span in counted.values() for number in span if not self.shards.path(number).exists()]
         self.shards.choose_encoder()
         with ThreadPoolExecutor(os.cpu_count()) as threads:
             made = threads.map(self.shards.make, missing)
@@ -282,8 +286,8 @@ class ShardedWindows(Dataset[NDArray[np.int64]]):
             except DataError:
                 threads.shutdown(cancel_futures=True)
                 raise
-        counts = self.counts(numbers)
-        self.tokens = [int(counts[span].sum()) * self.sequence_length for span in self.shards.cut.spans]
+        for at, span in counted.items():
+            self.tokens[at] = int(self.counts(np.array(span)).sum()) * self.sequence_length
         return bool(missing)
 
     def first_sample(self) -> int:
