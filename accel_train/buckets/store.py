@@ -59,31 +59,38 @@ def _local_runs() -> Path:
 class Store:
     """The files below a URL, by relative name. A request that fails is repeated for `limit_seconds`.
 
-    `on_failure` is called with a message after the first failure.
+    `on_failure` is called with a message after the first failure, unless it is None.
 
     Raises:
         SettingError: a package is missing, or a request has failed for too long. Its text has no secrets.
     """
 
-    def __init__(self, url: str, on_failure: Callable[[str], object] = print) -> None:
+    def __init__(self, url: str) -> None:
         check_packages([STORES[url.partition("://")[0]]], "buckets", url)
         import fsspec
 
         self.url, self.limit_seconds, self.num_failures = url, START_SECONDS, 0
-        self._on_failure = on_failure
+        self.on_failure: Callable[[str], object] | None = None
         self._files, self._root = fsspec.url_to_fs(url, use_listings_cache=False, skip_instance_cache=True)
         # A folder of this machine has to exist.
         self._files.auto_mkdir = True
 
     def names(self, below: str = "") -> list[str]:
         """Return the names of all files below a folder of the store."""
-        names = (path[len(self._root) :].lstrip("/") for path in self._ask(self._files.find, self._path(below)))
-        return [name for name in names if ".." not in Path(name).parts]
+        return [*self.stamps(below)]
 
-    def stamps(self) -> dict[str, str]:
-        """Return a text for each file below the URL that changes with its content. A URL of a file has the name ""."""
-        found = self._ask(partial(self._files.find, detail=True), self._root)
-        return {path[len(self._root) :].lstrip("/"): str(list(map(each.get, _STAMPS))) for path, each in found.items()}
+    def stamps(self, below: str = "") -> dict[str, str]:
+        """Return a text for each file below a folder that changes with its content. A URL of a file has the name ""."""
+        found = {}
+        # Some stores know folders, and others raise where nothing is.
+        with suppress(FileNotFoundError):
+            found = self._ask(partial(self._files.find, detail=True), self._path(below))
+        return {
+            name: str(list(map(each.get, _STAMPS)))
+            for path, each in found.items()
+            # Consoles write an empty object for a folder.
+            if not path.endswith("/") and ".." not in Path(name := path[len(self._root) :].lstrip("/")).parts
+        }
 
     def get(self, name: str, path: Path) -> None:
         """Copy a file of the store to a local path."""
@@ -109,10 +116,10 @@ class Store:
                     with self._files.open(self._path(name)) as file:
                         if hashlib.file_digest(file, "sha256").hexdigest() != sha256(path):
                             raise OSError(f"{name} differs from its copy")
-            except FileNotFoundError:
+            except FileNotFoundError as error:
                 # The other case is a bucket that is gone.
                 if path.exists():
-                    raise OSError(f"{name} is not found") from None
+                    raise OSError(str(error)) from None
                 raise
 
         self._ask(put)
@@ -131,7 +138,9 @@ class Store:
     def remove(self, below: str, first: str = "") -> None:
         """Remove all files below a folder, files of the name `first` before the others."""
         for name in sorted(self.names(below), key=lambda name: Path(name).name != first):
-            self._ask(self._files.rm_file, self._path(name))
+            # An answer that was lost is asked for again.
+            with suppress(FileNotFoundError):
+                self._ask(self._files.rm_file, self._path(name))
 
     def take_lock(self, folder: Path) -> None:
         """Write or renew the lock for a local run folder.
@@ -139,17 +148,26 @@ class Store:
         Raises:
             SettingError: a run in another folder holds the lock.
         """
-        # The kernel's lock guards the local folder, so a lock of this folder was left by a kill.
-        own, (holder, host, since) = owner_of(folder) or secrets.token_hex(8), self.lock()
-        age = time.time() - float(since)
-        if holder != own and age < LOCK_SECONDS:
-            raise SettingError(
-                f"a run on {host} uses it and renewed its lock {age:.0f} s ago",
-                "Wait for that run, stop it, or give this one another output_dir. If it is dead, remove "
-                f"{self.url}/{LOCK}; the lock ends by itself after {LOCK_SECONDS:.0f} s",
-                f"output_dir={self.url}",
-            )
-        self.put(write_atomically(folder / OWNER, f"{own} {socket.gethostname()} {time.time()}".encode()), LOCK)
+        own = owner_of(folder) or secrets.token_hex(8)
+        content = f"{own} {socket.gethostname()} {time.time()}".encode()
+        path = write_atomically(folder / OWNER, content)
+        for is_first in (True, False):
+            holder, host, since = self.lock()
+            age = time.time() - float(since)
+            # The kernel's lock guards the local folder, so a lock of this folder was left by a kill.
+            if holder != own and age < LOCK_SECONDS:
+                raise SettingError(
+                    f"a run on {host} uses it and renewed its lock {age:.0f} s ago",
+                    "Wait for that run, stop it, or give this one another output_dir. If it is dead, remove "
+                    f"{self.url}/{LOCK}; the lock ends by itself after {LOCK_SECONDS:.0f} s",
+                    f"output_dir={self.url}",
+                )
+            if is_first and not holder:
+                # Of runs that begin at once, one creates it. Not every store can do so.
+                with suppress(Exception):
+                    self._files.pipe_file(self._path(LOCK), content, mode="create")
+                    return
+        self.put(path, LOCK)
 
     def lock(self) -> list[str]:
         """Return the owner of the lock, its host, and its time."""
@@ -164,6 +182,8 @@ class Store:
         began, pause = time.monotonic(), FIRST_PAUSE_SECONDS
         while True:
             try:
+                # The Hub's listings are kept whatever the options say.
+                self._files.dircache.clear()
                 return request(*arguments)
             except FileNotFoundError:
                 raise
@@ -173,8 +193,8 @@ class Store:
                 if time.monotonic() - began + pause > self.limit_seconds:
                     remedy = "Check the address, the credentials, and the network"
                     raise SettingError(f"a request failed ({reason})", remedy, self.url) from None
-                if not self.num_failures:
-                    self._on_failure(f"{self.url}: a request failed ({reason}), and is repeated")
+                if self.on_failure and not self.num_failures:
+                    self.on_failure(f"{self.url}: a request failed ({reason}), and is repeated")
                 self.num_failures += 1
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE_SECONDS)

@@ -40,7 +40,7 @@ class Upload:
 
     def __init__(self, folder: RunFolder, url: str) -> None:
         self._run, self._folder, self._root = folder, folder.path, folder.path / "checkpoints"
-        self._store = Store(url, self._note)
+        self._store = Store(url)
         self._complete: dict[str, bytes] = {}
         """Manifests of the checkpoints in the bucket, by folder name. Empty while a checkpoint is not complete."""
         self._sent: dict[Path, list[int]] = {}
@@ -67,7 +67,7 @@ class Upload:
                     if name not in here:
                         with publish_folder(self._root / name, self._root / f".tmp-{name}-{os.getpid()}") as staging:
                             store.fetch(f"checkpoints/{name}", staging)
-        store.limit_seconds = WAIT_SECONDS
+        store.limit_seconds, store.num_failures, store.on_failure = WAIT_SECONDS, 0, self._note
         self._thread.start()
         return self
 

@@ -12,6 +12,8 @@ from typing import Any
 import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
+from huggingface_hub import BucketFile, HfFileSystem
+from huggingface_hub.errors import EntryNotFoundError
 
 from accel_train import train
 from accel_train.buckets.store import LOCK, Store, local_run, url_of
@@ -369,3 +371,23 @@ def test_a_local_folder_stands_for_a_url(place: Path, url: str) -> None:
     assert local_run(local_run(url)) == local_run(url)
     assert url_of(Path(local_run(url)) / "lr=1e-4") == f"{url}/lr=1e-4"
     assert url_of(Path(local_run(url)).with_name(".rehearsal")) is None
+
+
+def test_names_of_the_hub_are_those_that_it_has_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`HfFileSystem` keeps its listings."""
+    there = ["run/a"]
+
+    def tree(files: HfFileSystem, bucket_id: str, prefix: str, recursive: bool) -> list[BucketFile]:
+        found = [BucketFile(type="file", path=name, size=1, xetHash="") for name in there if name.startswith(prefix)]
+        if not found:
+            raise EntryNotFoundError(prefix)
+        return found
+
+    monkeypatch.setattr(HfFileSystem, "_bucket_exists", lambda files, bucket_id: (True, None))
+    monkeypatch.setattr(HfFileSystem, "_list_bucket_tree_with_folders", tree)
+    store = Store("hf://buckets/me/own/run")
+    assert store.names() == ["a"]
+    assert store.names("checkpoints") == []
+    there.append("run/checkpoints/step-00000002/manifest.json")
+    assert store.names() == ["a", "checkpoints/step-00000002/manifest.json"]
+    assert store.names("checkpoints") == ["checkpoints/step-00000002/manifest.json"]
