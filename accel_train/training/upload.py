@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Self
 
 from accel_train.buckets.store import LOCK, Store
-from accel_train.checkpoint.store import MANIFEST, checkpoint_folders, step_of, steps_of
+from accel_train.checkpoint.health import TAGS, healthy_steps
+from accel_train.checkpoint.store import MANIFEST, checkpoint_folders, folder_of, step_of, steps_of
 from accel_train.core.errors import CheckpointError, Preempted, TrainingStopped
-from accel_train.core.files import make_folders, publish_folder
+from accel_train.core.files import make_folders, publish_folder, write_atomically
 from accel_train.core.json_io import utc_event
 from accel_train.core.ownership import MARKER, RUN_NAMES
 from accel_train.core.terminal import print_line
@@ -25,7 +26,8 @@ FILES_SECONDS = 60.0
 """Seconds after which changed metrics and other small files are copied, if no checkpoint is."""
 WAIT_SECONDS = 3600.0
 """Seconds for which the end of a run waits for a bucket that answers no request."""
-_HERE_ONLY = ("checkpoints", ".lock", ".lock.holder")
+_NAMES = [name for name in RUN_NAMES if name not in ("checkpoints", ".lock", ".lock.holder")]
+_TAGS = f"checkpoints/{TAGS}"
 
 
 class Upload:
@@ -62,6 +64,7 @@ class Upload:
             if there[-1:] > here[-1:]:
                 store.fetch("", self._folder, ("checkpoints", LOCK))
                 make_folders(self._root)
+                write_atomically(self._folder / _TAGS, store.read(_TAGS))
                 # The newest comes last. The resume checks the digests.
                 for name in there:
                     if name not in here:
@@ -109,14 +112,20 @@ class Upload:
         # A checkpoint in the bucket has its metrics there.
         if new or is_last or time.monotonic() > self._due:
             self._store.take_lock(self._folder)
-            self._put_files()
+            self._put_files(_NAMES)
             self._due = time.monotonic() + FILES_SECONDS
         if new:
-            self._put_checkpoint(new[-1], here[new[-1]])
+            # After one that a resume takes, one that a rollback takes.
+            lacks_newest = not any(self._complete.values())
+            folder = [folder for folder in new if lacks_newest or folder in self._lacking()] or new
+            self._put_checkpoint(folder[-1], here[folder[-1]])
         # The newest checkpoint is complete in the bucket here.
-        for name in [name for name, manifest in self._complete.items() if here and manifest not in here.values()]:
-            del self._complete[name]
-            self._store.remove(f"checkpoints/{name}", first=MANIFEST)
+        if not self._lacking():
+            self._put_files([_TAGS])
+            for name in [name for name, manifest in self._complete.items() if here and manifest not in here.values()]:
+                self._complete[name] = b""
+                self._store.remove(f"checkpoints/{name}", first=MANIFEST)
+                del self._complete[name]
         if is_last and not new:
             self._store.remove(LOCK)
         return bool(new)
@@ -131,10 +140,15 @@ class Upload:
             self._store.put(path, f"{where}/{path.relative_to(folder)}")
         self._complete[folder.name] = manifest
 
-    def _put_files(self) -> None:
-        """Copy the changed files besides checkpoints. The summary of a finished run comes after its model."""
+    def _lacking(self) -> list[Path]:
+        """Return the known-good checkpoints if the bucket has none of them."""
+        good = [folder_of(self._root, step) for step in healthy_steps(self._root)]
+        return [] if any(self._complete.get(folder.name) for folder in good) else good
+
+    def _put_files(self, names: list[str]) -> None:
+        """Copy the changed files of these names. The summary of a finished run comes after its model."""
         # Listed in the opposite order, so that no summary is copied whose model is not listed.
-        found = [_files_of(self._folder / name) for name in reversed(RUN_NAMES) if name not in _HERE_ONLY]
+        found = [_files_of(self._folder / name) for name in reversed(names)]
         for path in chain.from_iterable(reversed(found)):
             if self._sent.get(path) != (stamp := stamp_of(path)):
                 # Files at the top may grow.

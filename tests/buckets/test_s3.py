@@ -19,7 +19,7 @@ from accel_train.core.errors import SettingError
 from accel_train.recipe.schema import Recipe
 from tests.buckets.conftest import KEY_ID, SECRET, Bucket
 from tests.support.every_task import CASES
-from tests.support.runs import Capture, events, losses, recipe_dict, write_yaml
+from tests.support.runs import Capture, events, losses, recipe_dict, tiny_recipe, write_yaml
 
 
 @pytest.fixture
@@ -62,6 +62,22 @@ def test_a_run_goes_on_from_the_bucket_alone_and_ends_as_one_that_was_not_interr
     folder = train(recipe_of(place, url)).output_dir
     assert [event["step"] for event in events(folder, "resume")] == [8]
     assert losses(folder) == losses(whole.output_dir)
+
+
+def test_a_rollback_goes_to_a_checkpoint_that_came_from_the_bucket(place: Path, bucket: Bucket) -> None:
+    faulty = {
+        "task": "tests.support.tasks.disk_faults:DiskTask",
+        "output_dir": f"{bucket.url}/run",
+        "checkpoint": {"every_steps": 4, "keep": 2, "accept_changes": True},
+        "guard": {"healthy_after_steps": 3, "max_consecutive_skips": 2},
+        "options": {"poisoned": [14, 15, 16]},
+        "data": {"shuffle": False},
+    }
+    schedule = {"type": "constant", "warmup_steps": 2}
+    folder = train(tiny_recipe(place, **faulty, schedule={**schedule, "max_steps": 13})).output_dir
+    shutil.rmtree(folder)
+    train(tiny_recipe(place, **faulty, schedule={**schedule, "max_steps": 20}))
+    assert [(event["step"], event["to_step"]) for event in events(folder, "rollback")] == [(16, 8)]
 
 
 @pytest.mark.parametrize("pattern", ["text/corpus.jsonl", "text/*.jsonl", "text"])

@@ -1,6 +1,8 @@
 """A run in a bucket: everything arrives there, a resume from there goes on as if nothing had happened, and a bucket
 that fails delays uploads only."""
 
+import hashlib
+import json
 import re
 import shutil
 import threading
@@ -313,6 +315,36 @@ def test_a_manifest_is_copied_last_and_removed_first(
     for kind, step in whole:
         at = done[kind, step].index("manifest.json")
         assert at == (0 if kind == "rm" else len(done[kind, step]) - 1)
+
+
+def test_a_rollback_from_the_bucket_has_a_checkpoint_at_any_time(
+    place: Path, faulty: type[Faulty], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts: list[int] = []
+    put, rm = Faulty.put_file, Faulty.rm_file
+
+    def count(files: Faulty) -> None:
+        """The complete checkpoints that are known to be good."""
+        there = {name.removeprefix("/bucket/run/"): file.getvalue() for name, file in files.store.items()}
+        tags = json.loads(there.get("checkpoints/healthy.json") or '{"steps": {}}')["steps"]
+        manifests = {step: there.get(f"checkpoints/step-{int(step):08d}/manifest.json", b"") for step in tags}
+        counts.append(sum(hashlib.sha256(manifests[step]).hexdigest() == tags[step] for step in tags))
+
+    def put_file(self: Faulty, path: str, name: str) -> None:
+        # Later than what is saved meanwhile.
+        time.sleep(0.01)
+        put(self, path, name)
+        count(self)
+
+    def rm_file(self: Faulty, path: str) -> None:
+        rm(self, path)
+        count(self)
+
+    monkeypatch.setattr(Faulty, "put_file", put_file)
+    monkeypatch.setattr(Faulty, "rm_file", rm_file)
+    monkeypatch.setattr("accel_train.training.upload.POLL_SECONDS", 0.001)
+    train(recipe_of(place, "memory://bucket/run", schedule={"max_steps": 60}, guard={"healthy_after_steps": 3}))
+    assert 0 not in counts[next(at for at, number in enumerate(counts) if number) :]
 
 
 @pytest.mark.slow
