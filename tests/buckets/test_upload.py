@@ -19,9 +19,10 @@ from huggingface_hub.errors import EntryNotFoundError
 
 from accel_train import train
 from accel_train.buckets.store import LOCK, Store, local_run, url_of
-from accel_train.checkpoint.store import check, checkpoint_folders, steps_of
+from accel_train.checkpoint.health import add_tags
+from accel_train.checkpoint.store import check, checkpoint_folders, folder_of, steps_of
 from accel_train.cli.main import main
-from accel_train.observe.run_folder import read_metrics
+from accel_train.observe.run_folder import RunFolder, read_metrics
 from accel_train.recipe.schema import Recipe
 from accel_train.training.upload import Upload
 from tests.support.runs import Capture, events, losses, recipe_dict, write_yaml
@@ -345,6 +346,51 @@ def test_a_rollback_from_the_bucket_has_a_checkpoint_at_any_time(
     monkeypatch.setattr("accel_train.training.upload.POLL_SECONDS", 0.001)
     train(recipe_of(place, "memory://bucket/run", schedule={"max_steps": 60}, guard={"healthy_after_steps": 3}))
     assert 0 not in counts[next(at for at, number in enumerate(counts) if number) :]
+
+
+def test_a_known_good_checkpoint_is_replaced_by_another_one_only(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = Store("memory://bucket/run")
+
+    def change(*steps: int, removed: int | None = None) -> None:
+        """Save checkpoints, of which the first one is known to be good, and rotate another away."""
+        for step in steps:
+            folder_of(root, step).mkdir(parents=True)
+            (folder_of(root, step) / "manifest.json").write_text(f"of {step}")
+        add_tags(root, steps[:1])
+        if removed is not None:
+            shutil.rmtree(folder_of(root, removed))
+
+    def there() -> tuple[set[str], set[str]]:
+        complete = {name.split("/")[1] for name in store.names() if name.endswith("manifest.json")}
+        return complete, {
+            f"step-{int(step):08d}" for step in json.loads(store.read("checkpoints/healthy.json"))["steps"]
+        }
+
+    with RunFolder(place / "run") as run:
+        root, upload = run.path / "checkpoints", Upload(run, "memory://bucket/run")
+        change(2)
+        upload._copy_changes(False)
+        assert there() == ({"step-00000002"}, {"step-00000002"})
+        change(4, 6, removed=2)
+        upload._copy_changes(False)
+        complete, good = there()
+        assert complete == {"step-00000004"}, "a known-good one comes before the newest"
+        assert complete & good
+
+        put = Upload._put_checkpoint
+
+        def put_slowly(upload: Upload, folder: Path, manifest: bytes) -> None:
+            put(upload, folder, manifest)
+            change(8, removed=4)
+            # The tag of a checkpoint that is gone.
+            add_tags(root, [8])
+
+        monkeypatch.setattr(Upload, "_put_checkpoint", put_slowly)
+        upload._copy_changes(False)
+        monkeypatch.setattr(Upload, "_put_checkpoint", put)
+        assert there() == ({"step-00000004", "step-00000006"}, {"step-00000002", "step-00000004"} & good)
+        upload._copy_changes(False)
+        assert there() == ({"step-00000006", "step-00000008"}, {"step-00000008"})
 
 
 @pytest.mark.slow
