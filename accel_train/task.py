@@ -163,7 +163,7 @@ class TaskData:
     """Whether samples or `collate` use the process's random generators. They are then seeded before each micro-batch.
     """
     max_broken: int = 0
-    """Number of different training samples that may fail with DataError. Above 0, each sample must be one target."""
+    """Number of different training samples that may fail with DataError."""
     lengths: "NDArray[np.int64] | None" = None
     """Number of tokens of each training sample, required by `data.group_by_length`."""
     lengths_vary: bool = False

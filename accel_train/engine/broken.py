@@ -4,10 +4,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from accelerate.utils import gather_object
+from torch import Tensor
 
 from accel_train.core.errors import DataError
 from accel_train.core.state import StepResult
 from accel_train.data.samples import fetch_readable, first_readable
+from accel_train.engine.step import Counted
 from accel_train.task import Collate, Collated
 
 if TYPE_CHECKING:
@@ -15,6 +17,25 @@ if TYPE_CHECKING:
 
 FAULTS = "faults"
 """Name of the errors of broken samples in a micro-batch."""
+
+
+class Faults(Counted):
+    """Errors of broken samples. Their number travels with the statistics of each step."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+        self.here = dict[str, None]()
+        """Errors that this process has met, the oldest first."""
+        self.sent = 0
+        """Number of them at the end of the last step."""
+        self.known = set[str]()
+        """Errors that any process has met, as all processes have counted them."""
+        self.met = 0.0
+        """Sum over all processes of the errors that each had met at the last count."""
+
+    def take(self, like: Tensor) -> Tensor:
+        self.sent = len(self.here)
+        return like.new_full((1,), self.sent)
 
 
 def collate_readable(dataset: Any, collate: Collate, most: int, numbers: Sequence[int]) -> Collated:
@@ -33,19 +54,20 @@ def collate_readable(dataset: Any, collate: Collate, most: int, numbers: Sequenc
 def count_broken(run: "RunContext", result: StepResult) -> None:
     """Report the samples that turned out broken in a step, each once.
 
-    Each sample is one target, so a step with fewer targets than samples had broken ones. All processes know both
-    numbers from the step's own collective, and only then tell each other the errors. So all have counted the same
-    samples: those that any process has met since it started or resumed, however often each is read again.
+    All processes know from the step's own collective whether some process has met another error, and only then tell
+    each other the errors. So all have counted the same samples: those that any process has met since it started or
+    resumed, however often each is read again.
 
     Raises:
         DataError: on all processes, if more than `data.max_broken` samples are broken.
     """
-    most = run.plan.data.max_broken
-    if not most or result.num_targets == len(run.plan.order.step_samples(result.step - 1)):
+    most, faults = run.plan.data.max_broken, run.faults
+    if not most or result.counts[0] == faults.met:
         return
-    for fault in sorted({*gather_object([*run.faults])} - run.broken):
-        run.broken.add(fault)
-        number = f"broken sample {len(run.broken)}, and data.max_broken is {most}"
-        if len(run.broken) > most:
+    faults.met = result.counts[0]
+    for fault in sorted({*gather_object([*faults.here][: faults.sent])} - faults.known):
+        faults.known.add(fault)
+        number = f"broken sample {len(faults.known)}, and data.max_broken is {most}"
+        if len(faults.known) > most:
             raise DataError(f"{fault} ({number})")
         run.observer.on_event("broken_sample", result.step, f"{fault} ({number})")

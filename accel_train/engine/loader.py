@@ -122,7 +122,8 @@ def _read_order(run: "RunContext", first_step: int) -> Steps:
             if fillers:
                 yield from [step_samples(step)[:1].tolist()] * fillers
 
-    micro_batches = read_batches(dataset, collate, index_lists(), run.accelerator.device, run.plan.reading, run.faults)
+    device, met = run.accelerator.device, run.faults.here
+    micro_batches = read_batches(dataset, collate, index_lists(), device, run.plan.reading, met)
     for step in steps():
         first = next(micro_batches)  # readers append to `counts` before they read
         count, fillers = counts.popleft()
@@ -318,7 +319,7 @@ def read_batches(
     index_lists: Iterator[list[int]],
     device: torch.device,
     reading: Reading,
-    faults: set[str] | None = None,
+    faults: dict[str, None] | None = None,
 ) -> Iterator[MicroBatch]:
     """Yield the samples of each list of indices as a micro-batch on the device. Add errors of broken ones to `faults`.
 
@@ -346,7 +347,7 @@ def read_batches(
     for batch in batches:
         num_targets = checked_count(batch.pop("num_targets", None))
         if faults is not None:
-            faults.update(batch.pop(FAULTS, ()))
+            faults.update(dict.fromkeys(batch.pop(FAULTS, ())))
         yield to_device(batch, device, pin=reading.pin_memory and reading.num_workers == 0), num_targets
 
 

@@ -155,7 +155,7 @@ def numbers_by_source(order: DataOrder, window: int | None) -> Callable[[int, Se
     def numbers(step: int, counts: Sequence[float]) -> JsonRecord:
         found: JsonRecord = {}
         for number, (source, drawn) in enumerate(zip(sources, drawn_before(step), strict=True)):
-            if counts and counts[len(sources) + number]:
+            if len(counts) > len(sources) and counts[len(sources) + number]:
                 found[f"{source.name}/loss"] = counts[number] / counts[len(sources) + number]
             found[f"{source.name}/{unit}"] = drawn * (window or 1)
             found[f"{source.name}/epoch"] = round(order.epochs_of(number, drawn), 6)

@@ -20,8 +20,9 @@ from accel_train.data.batch_sizes import BatchSizes
 from accel_train.data.cache import DigestCheck
 from accel_train.data.order import DataOrder
 from accel_train.engine.batch_search import BatchCache
+from accel_train.engine.broken import Faults
 from accel_train.engine.loader import Reading
-from accel_train.engine.step import MicroBatch, Wire
+from accel_train.engine.step import Counted, MicroBatch, Wire
 from accel_train.guard.guard import Guard, learning_rate_factor
 from accel_train.model.batch_norm import RunningStatistics
 from accel_train.model.compile import GraphCount
@@ -263,10 +264,8 @@ class RunContext:
     """Contents of summary.json if the same run has already finished. Then nothing is trained, evaluated, or written."""
     out_of_memory: str = ""
     """Allocator's error if this process ran out of memory in the last step (DDP) and the others do not know it yet."""
-    faults: set[str] = field(default_factory=set)
-    """Errors of the broken samples that this process has read."""
-    broken: set[str] = field(default_factory=set)
-    """Errors of the broken samples that any process has read, as all processes have counted them."""
+    faults: Faults = field(default_factory=Faults)
+    """Errors of the broken samples, within `data.max_broken`."""
     changes: Sequence[Change] = ()
     """Settings that differ from the checkpoint's."""
 
@@ -274,6 +273,11 @@ class RunContext:
     def accelerator(self) -> Accelerator:
         """The strategy's Accelerator."""
         return self.strategy.accelerator
+
+    @property
+    def counted(self) -> Counted | None:
+        """Numbers that each step sums over all processes in addition to its loss."""
+        return self.faults if self.plan.data.max_broken else self.plan.task.counted
 
     def set_learning_rate(self, step: int) -> float:
         """Set the learning rate of a 0-based step on all parameter groups, and return it."""

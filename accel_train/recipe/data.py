@@ -443,6 +443,11 @@ class ImageData(NamedClassesData):
     image_std: tuple[PositiveFloat, ...] | None = Field(default=None, examples=[[0.229, 0.224, 0.225]])
     """Standard deviation of each color, as a fraction of 255. Default: as for image_mean."""
     augment: Augment = Augment()
+    max_broken: NonNegativeInt = 0
+    """Number of different training images that may turn out broken before the run stops, also by their masks. A broken
+    image has weight 0, and its step keeps the others. Images that any process has met since the start or the last
+    resume count.
+    """
 
     def unread(self) -> Mapping[str, str]:
         reason = "data.augment.rand_augment_ops is 0"

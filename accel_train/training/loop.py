@@ -49,7 +49,7 @@ def steps_in_order(run: RunContext, profiler: StepProfiler) -> None:
     the next update. The host waits only if an evaluation, a save, or the end is due.
     """
     state, seed, dims, device = run.state, run.plan.recipe.seed, run.strategy.dims, run.accelerator.device
-    agreement = Agreement(run.accelerator, run.plan.task.global_loss, run.plan.task.counted)
+    agreement = Agreement(run.accelerator, run.plan.task.global_loss, run.counted)
     care, stragglers, has_graphs = MemoryCare(run), StragglerWatch(run), run.plan.recipe.precision.has_cuda_graphs
     last: StepOutcome | None = None  # outcome of the previous step, on its way to the host
     last_batches: list[MicroBatch] = []

@@ -8,12 +8,26 @@ import pytest
 import torch
 
 from accel_train.core.errors import DataError
+from accel_train.data.images.images import evenly_spaced
 from accel_train.data.images.tars import list_samples
+from accel_train.engine import broken as broken_samples
 from accel_train.engine.broken import collate_readable
 from accel_train.engine.loader import Reading, read_batches
 from accel_train.tasks.image_classification.config import ImageClassificationData
 from accel_train.tasks.image_classification.data import read_labelled_images
-from tests.support.runs import events, losses, run, write_yaml
+from tests.support.annotated_images import (
+    MODELS,
+    SIZE,
+    damaged,
+    image_of,
+    mask_of,
+    recipe_of_annotated,
+    write_folder,
+)
+from tests.support.annotated_images import NUM_IMAGES as NUM_ANNOTATED
+from tests.support.every_task import recipe_of
+from tests.support.marks import slow
+from tests.support.runs import events, losses, metrics, run, train_recipe, write_yaml
 from tests.support.tars import NUM_IMAGES, PER_TAR, recipe_of_images, write_shards
 
 BROKEN = (8, 23)
@@ -63,14 +77,14 @@ def collate(samples: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_micro_batch_keeps_its_other_samples_and_one_without_any_is_filled_without_targets(workers: int) -> None:
-    faults: set[str] = set()
+    faults: dict[str, None] = {}
     read = partial(collate_readable, Numbers(0, 1, 5, 8, 9), collate, 9)
     lists = iter([[4, 5, 6], [7], [8, 9], [5, 10]])
     numbers: Any = range(100)
     found = list(read_batches(numbers, read, lists, torch.device("cpu"), Reading(workers), faults))
     kept = [(batch["numbers"].tolist(), count) for batch, count in found]
     assert kept == [([4, 6], 2), ([7], 1), ([2], 0), ([10], 1)]
-    assert faults == {"sample 5", "sample 8", "sample 9"}
+    assert [*faults] == ["sample 5", "sample 8", "sample 9"]
 
 
 def test_samples_that_are_all_broken_end_in_an_error() -> None:
@@ -112,6 +126,18 @@ def test_one_more_than_max_broken_stops_the_run_and_is_named_with_the_count(tmp_
     assert [each["step"] for each in events(Path(section["output_dir"]), "broken_sample")] == [2]
 
 
+def test_weighted_sources_may_have_broken_images_too(tmp_path: Path) -> None:
+    shards = break_shards(tmp_path / "broken")
+    sources = [{"source": str(shards / f"{number}.tar"), "weight": 0.5} for number in (1, 3)]
+    section = recipe(tmp_path, "run", shards, max_broken=2)
+    section["data"]["train"] = sources
+    train_recipe(section)
+    folder = Path(section["output_dir"])
+    assert len(events(folder, "broken_sample")) == 2
+    last = metrics(folder)[-1]
+    assert [last[f"{name}/samples"] for name in (1, 3)] == [NUM_IMAGES * 3 // 4] * 2
+
+
 def test_without_max_broken_the_first_broken_image_is_an_error(tmp_path: Path) -> None:
     section = recipe(tmp_path, "run", break_shards(tmp_path / "broken"))
     done = run(write_yaml(tmp_path / "run.yaml", section), expect=2)
@@ -131,8 +157,89 @@ def test_an_image_that_is_broken_at_the_start_is_never_held_out(tmp_path: Path, 
 
 
 def test_tasks_that_do_not_count_broken_samples_refuse_the_setting(tmp_path: Path) -> None:
-    section = recipe(tmp_path, "run", tmp_path)
-    section |= {"task": "semantic-segmentation"}
-    section["data"] |= {"train": "digit-scenes", "max_broken": 1}
+    section = recipe_of("text-classification", tmp_path, data={"max_broken": 1})
     done = run(write_yaml(tmp_path / "run.yaml", section), expect=2)
     assert "max_broken" in done.stderr
+
+
+def break_annotated(task: str, folder: Path) -> dict[int, str]:
+    """Break two or three images in different ways; returns the words that name them, by number."""
+    place, masks = folder / "images" if task == "semantic-segmentation" else folder, folder / "masks"
+    (place / "005.jpg").write_bytes(damaged(image_of(5)))
+    (place / "008.jpg").write_bytes(b"no image")
+    broken = {5: str(place / "005.jpg"), 8: str(place / "008.jpg")}
+    if masks.is_dir():
+        (masks / "009.png").write_bytes(mask_of(9, SIZE - 1))
+        broken[9] = str(masks / "009.png")
+    return broken
+
+
+@pytest.mark.parametrize("processes", [1, slow(2)])
+@pytest.mark.parametrize("task", MODELS)
+def test_masks_and_boxes_of_broken_samples_have_no_weight_either(
+    tmp_path: Path, task: str, processes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gathered = list[int]()
+
+    def gather(faults: list[str]) -> list[str]:
+        gathered.append(len(faults))
+        return faults
+
+    monkeypatch.setattr(broken_samples, "gather_object", gather)
+    batch, path = 4, write_folder(task, tmp_path / "images")
+    broken = break_annotated(task, path)
+    section = recipe_of_annotated(
+        task,
+        tmp_path / "run",
+        path,
+        batch=batch,
+        data={"max_broken": len(broken)},
+        schedule={"max_steps": 2 * NUM_ANNOTATED // batch},
+    )
+    if processes > 1:
+        monkeypatch.undo()
+    found = [loss for loss, _ in train_recipe(section, processes)]
+    # Two of the six steps met another one.
+    assert processes > 1 or gathered == [1, len(broken)]
+    for step in range(NUM_ANNOTATED // batch):
+        kept = [number for number in range(step * batch, (step + 1) * batch) if number not in broken]
+        alone = write_folder(task, tmp_path / f"kept {step}", kept)
+        sections: dict[str, Any] = {"batch": len(kept), "schedule": {"max_steps": 1}}
+        ((expected, _),) = train_recipe(recipe_of_annotated(task, tmp_path / f"run {step}", alone, **sections))
+        assert found[step] == pytest.approx(expected, rel=1e-5)
+        assert found[step + NUM_ANNOTATED // batch] == pytest.approx(expected, rel=1e-5)
+    named = events(Path(section["output_dir"]), "broken_sample")
+    assert [each["step"] for each in named] == [2, *[3] * (len(broken) - 1)]
+    for each, words in zip(named, broken.values(), strict=True):
+        assert words in each["message"]
+
+
+@pytest.mark.parametrize("processes", [1, slow(2)])
+@pytest.mark.parametrize("task", MODELS)
+def test_one_more_broken_image_than_allowed_stops_all_processes_in_the_step_that_reads_it(
+    tmp_path: Path, task: str, processes: int
+) -> None:
+    """The images that a start decodes are whole."""
+    count = 70
+    path = write_folder(task, tmp_path / "images", range(count))
+    *_, first, second = sorted({*range(count)} - {*evenly_spaced(count, 64)})
+    place = path / "images" if task == "semantic-segmentation" else path
+    for number in (first, second):
+        (place / f"{number:03d}.jpg").write_bytes(damaged(image_of(number)))
+    sections: dict[str, Any] = {"data": {"max_broken": 1}, "schedule": {"max_steps": 20}}
+    section = recipe_of_annotated(task, tmp_path / "run", path, batch=10, **sections)
+    done = run(write_yaml(tmp_path / "run.yaml", section), processes=processes, expect=2)
+    (error,) = [line for line in done.stderr.splitlines() if "broken sample 2, and data.max_broken is 1" in line]
+    assert f"{second:03d}.jpg" in error
+    assert [each["step"] for each in events(Path(section["output_dir"]), "broken_sample")] == [first // 10 + 1]
+
+
+@pytest.mark.parametrize("task", MODELS)
+def test_a_start_that_tries_more_broken_images_than_allowed_says_the_number(tmp_path: Path, task: str) -> None:
+    path = write_folder(task, tmp_path / "images")
+    place = path / "images" if task == "semantic-segmentation" else path
+    for number in (2, 3):
+        (place / f"{number:03d}.jpg").write_bytes(damaged(image_of(number)))
+    section = recipe_of_annotated(task, tmp_path / "run", path, batch=4, data={"max_broken": 1})
+    with pytest.raises(DataError, match=r"003\.jpg: .*\(broken sample 2, and data\.max_broken is 1\)"):
+        train_recipe(section)

@@ -3,11 +3,13 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from accel_train.core.errors import DataError
 from accel_train.core.files import digest64
 from accel_train.data.images.boxes import Boxes
 from accel_train.data.images.images import (
@@ -16,14 +18,17 @@ from accel_train.data.images.images import (
     ArrayImages,
     ImagePool,
     Images,
+    evenly_spaced,
     held_out,
     inspect_images,
     text_digest,
 )
 from accel_train.data.labels import IGNORED_LABEL
 from accel_train.data.parts import Part, folders_beside, folders_of_parts, part_of
-from accel_train.data.samples import held_out_units
-from accel_train.recipe.data import ClassData, Data, listed
+from accel_train.data.samples import fetch_readable, held_out_units
+from accel_train.recipe.data import ClassData, Data, ImageData, listed
+
+_NUM_TRIED = 64
 
 
 @dataclass(frozen=True)
@@ -93,7 +98,7 @@ class ImageSets:
         return replace(self, label_names=names, notes=tuple(dict.fromkeys((*self.notes, *notes))))
 
 
-def divide_pools(pool: ImagePool, other: ImagePool | None, data: Data) -> ImageSets:
+def divide_pools(pool: ImagePool, other: ImagePool | None, data: ImageData) -> ImageSets:
     """Split the images of `data.train` into training and evaluation, or use `other` (`data.eval`) for evaluation.
 
     If `other` is `pool`, the pool serves both sides. The classes have no names yet.
@@ -101,9 +106,9 @@ def divide_pools(pool: ImagePool, other: ImagePool | None, data: Data) -> ImageS
     Raises:
         ValueError: an image is broken, or no training image is left.
     """
-    most_broken = getattr(data, "max_broken", 0)
-    digests = _look_at(pool.images, needed=other is None and data.eval_fraction > 0, most_broken=most_broken)
-    description, contents, notes = pool.description, [_identity(pool, digests)], list(pool.notes)
+    most = data.max_broken
+    digests = _look_at(pool.images, most, needed=other is None and data.eval_fraction > 0)
+    description, contents, notes = pool.description, [_identity(pool, digests, most)], list(pool.notes)
     train = _rows(pool, np.arange(len(pool.images)))
     held: ImageRows | None = train
     if other is None:
@@ -117,10 +122,10 @@ def divide_pools(pool: ImagePool, other: ImagePool | None, data: Data) -> ImageS
         train = _rows(pool, np.flatnonzero(~chosen))
         held = _rows(pool, np.flatnonzero(chosen)) if chosen.any() else None
     elif other is not pool:
-        other_digests = _look_at(other.images, needed=False)
+        other_digests = _look_at(other.images, most, needed=False)
         held = _rows(other, np.arange(len(other.images)))
         description += f"; evaluation: {other.description}"
-        contents.append(_identity(other, other_digests))
+        contents.append(_identity(other, other_digests, most))
         notes += other.notes
         if digests is not None and other_digests is not None and data.eval != data.train:
             num_shared = int(np.isin(other_digests, digests).sum())
@@ -141,6 +146,18 @@ def _chosen(digests: NDArray[np.uint64], pool: ImagePool, data: Data) -> NDArray
 def _rows(pool: ImagePool, rows: NDArray[np.int64]) -> ImageRows:
     labels = np.full(len(rows), IGNORED_LABEL) if pool.class_ids is None else pool.class_ids[rows]
     return ImageRows(pool.images, rows, pool.ids, labels, pool.masks, pool.boxes)
+
+
+def try_samples(dataset: Any, most_broken: int) -> None:
+    """Read 64 evenly spaced samples, to find errors that affect all of them.
+
+    Raises:
+        DataError: more than `most_broken` of them cannot be read.
+    """
+    _, faults = fetch_readable(dataset, evenly_spaced(len(dataset), _NUM_TRIED))
+    if len(faults) > most_broken:
+        number = f" (broken sample {most_broken + 1}, and data.max_broken is {most_broken})" if most_broken else ""
+        raise DataError(f"{faults[most_broken]}{number}")
 
 
 def eval_beside_train(data: Data) -> tuple[tuple[str, ...], tuple[str, ...] | None, tuple[str, ...]]:
@@ -177,18 +194,19 @@ def parts_of_classes(root: Path) -> dict[Part, Path]:
     return parts if parts and any(entry.is_dir() for entry in parts["train"].iterdir()) else {}
 
 
-def _look_at(images: Images, *, needed: bool, most_broken: int = 0) -> NDArray[np.uint64] | None:
+def _look_at(images: Images, most_broken: int, *, needed: bool) -> NDArray[np.uint64] | None:
     """Return the digest of each image, or None for more than 20,000 images unless the split needs them."""
     return inspect_images(images, most_broken) if needed or len(images) <= INSPECTED_LIMIT else None
 
 
-def _identity(pool: ImagePool, digests: NDArray[np.uint64] | None) -> str:
+def _identity(pool: ImagePool, digests: NDArray[np.uint64] | None, most_broken: int) -> str:
     """Return a digest that changes with any image, mask, label, and with any box, class, flag, area or image size."""
     parts = (pool.images,) if pool.masks is None else (pool.images, pool.masks)
     if digests is None:
         contents = [images.stamp() for images in parts]
     else:
-        contents = [found.tobytes().hex() for found in (digests, *map(inspect_images, parts[1:]))]
+        of_masks = [inspect_images(images, most_broken) for images in parts[1:]]
+        contents = [found.tobytes().hex() for found in (digests, *of_masks)]
     contents += map(str, pool.labels)
     if pool.boxes is not None:
         contents.append(

@@ -3,16 +3,10 @@
 from accel_train.core.metric_names import OF_CLASSES
 from accel_train.recipe.data import ClassData, ImageData
 from accel_train.recipe.tasks import TaskSpec
-from accel_train.recipe.values import NonNegativeInt
 
 
 class ImageClassificationData(ImageData, ClassData):
     """Settings of `data` for image classification."""
-
-    max_broken: NonNegativeInt = 0
-    """Number of different training images that may turn out broken before the run stops. A broken image has weight 0,
-    and its step keeps the others. Images that any process has met since the start or the last resume count.
-    """
 
 
 SPEC = TaskSpec(

@@ -19,8 +19,8 @@ from accel_train.core.errors import DataError, SettingError
 from accel_train.core.format import format_count
 from accel_train.core.state import Choice, Choices
 from accel_train.data.images.first_format import first_repr
-from accel_train.data.images.images import evenly_spaced, text_digest
-from accel_train.data.images.labelled import ImageRows
+from accel_train.data.images.images import text_digest
+from accel_train.data.images.labelled import ImageRows, try_samples
 from accel_train.model.tensors import numel
 from accel_train.recipe.schema import Recipe
 from accel_train.task import Batch, Columns, Scores, TaskData, Tensors, Totals
@@ -31,8 +31,6 @@ from accel_train.tasks.object_detection import metrics as scores_of
 from accel_train.tasks.object_detection.config import SPEC, ObjectDetectionData
 from accel_train.tasks.rows import decimals
 
-_NUM_TRIED = 64
-"""Evenly spaced images that are decoded before training starts, to find errors that affect all of them."""
 _PROCESSORS = {"conditional_detr": "ConditionalDetr", "deformable_detr": "DeformableDetr", "yolos": "Yolos"}
 
 
@@ -89,8 +87,7 @@ print(found["labels"], found["scores"], found["boxes"])"""
         train = detection.AugmentedBoxedImages(sets.train, settings)
         evaluation = None if held is None else detection.BoxedImages(held, settings)
         for side in filter(None, (train, evaluation)):
-            for index in evenly_spaced(len(side), _NUM_TRIED):
-                side.decoded(index)
+            try_samples(side, data.max_broken)
         self.global_loss = losses.GlobalCounts()
         return TaskData(
             train=train,
@@ -101,6 +98,7 @@ print(found["labels"], found["scores"], found["boxes"])"""
             first_fingerprint=text_digest([sets.identity, first_repr(settings)]),
             facts=source.facts(notes),
             source=source,
+            max_broken=data.max_broken,
             draw=train.draw,
             where=sets.train.where,
         )

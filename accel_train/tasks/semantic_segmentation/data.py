@@ -72,11 +72,21 @@ def read_mask(images: ImageRows, index: int) -> Mask:
         raise DataError(f"{error} (it is the mask of {images.where(index)})") from error
 
 
-def count_pixels(images: ImageRows, limit: int | None = None) -> NDArray[np.int64]:
-    """Return the pixel counts (256,) of the values 0 to 255, over `limit` evenly spaced masks or all masks."""
+def count_pixels(images: ImageRows, limit: int | None = None, most_broken: int = 0) -> NDArray[np.int64]:
+    """Return the pixel counts (256,) of the values 0 to 255, over `limit` evenly spaced masks or all masks.
+
+    With `most_broken` (`data.max_broken`), broken masks are left out. Training counts them.
+    """
+    none, left_out = np.zeros(256, np.int64), (DataError,) if most_broken else ()
+
+    def count(index: int) -> NDArray[np.int64]:
+        try:
+            return np.bincount(read_mask(images, index).reshape(-1), minlength=256)
+        except left_out:
+            return none
+
     chosen = [] if images.masks is None else evenly_spaced(len(images), limit or len(images))
-    found = in_threads(lambda index: np.bincount(read_mask(images, index).reshape(-1), minlength=256), chosen)
-    return np.sum([np.zeros(256, np.int64), *found], axis=0, dtype=np.int64)
+    return np.sum([none, *in_threads(count, chosen)], axis=0, dtype=np.int64)
 
 
 def read_masked_images(data: SemanticSegmentationData, known_names: tuple[str, ...] | None = None) -> ImageSets:
@@ -148,7 +158,7 @@ def _label_names(
         return LABEL_NAMES, ()
     if train.masks is None:
         raise ValueError("data.mask_column: none is for images to predict; then data.label_names says the classes")
-    counts = count_pixels(train)
+    counts = count_pixels(train, most_broken=data.max_broken)
     if np.count_nonzero(counts) == 2 and counts[0] and counts[data.ignore_index]:
         raise ValueError(
             f"{data.train_key}: the masks hold 0 and {data.ignore_index} alone, and "

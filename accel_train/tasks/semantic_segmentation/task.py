@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from transformers import MODEL_FOR_SEMANTIC_SEGMENTATION_MAPPING, AutoModelForSemanticSegmentation
 
 from accel_train.data.images.first_format import first_repr
-from accel_train.data.images.images import evenly_spaced, text_digest
+from accel_train.data.images.images import text_digest
+from accel_train.data.images.labelled import try_samples
 from accel_train.data.images.preprocessing import Size
 from accel_train.metrics.scores import segmentation_scores
 from accel_train.metrics.tally import confusion_counts
@@ -21,8 +22,6 @@ from accel_train.tasks.semantic_segmentation import data as segmentation
 from accel_train.tasks.semantic_segmentation.config import SPEC, SemanticSegmentationData
 
 _BASELINE_MASKS = 2_000
-_NUM_TRIED = 64
-"""Evenly spaced pairs that are decoded before training starts, to find errors that affect all of them."""
 
 
 class SemanticSegmentation(VisionTask):
@@ -57,11 +56,11 @@ print(mask.shape, mask.unique())"""
         train = segmentation.SegmentationCrops(sets.train, settings)
         evaluation = None if sets.eval is None else segmentation.SegmentationImages(sets.eval, settings)
         for side in filter(None, (train, evaluation)):
-            for index in evenly_spaced(len(side), _NUM_TRIED):
-                side.decoded(index)
+            try_samples(side, data.max_broken)
         # Only balanced weights depend on the data, and counting reads all masks.
-        is_balanced = recipe.loss.class_weights == "balanced"
-        counts = segmentation.count_pixels(sets.train) if is_balanced else np.zeros(256, np.int64)
+        counts = np.zeros(256, np.int64)
+        if recipe.loss.class_weights == "balanced":
+            counts = segmentation.count_pixels(sets.train, None, data.max_broken)
         counts[data.ignore_index] = 0
         weights = resolve_class_weights(recipe.loss.class_weights, counts[:num_classes], sets.label_names)
         self.loss = ClassLoss(recipe.loss.label_smoothing, weights, data.ignore_index)
@@ -74,6 +73,7 @@ print(mask.shape, mask.unique())"""
             first_fingerprint=text_digest([sets.identity, first_repr(settings)]),
             facts=source.facts(notes, crop_size=settings.crop_size),
             source=source,
+            max_broken=data.max_broken,
             draw=train.draw,
             where=sets.train.where,
         )
@@ -147,7 +147,10 @@ print(mask.shape, mask.unique())"""
         if source.sets.eval is None:
             return {}
         num_classes = len(source.label_names)
-        counts = [segmentation.count_pixels(pairs, _BASELINE_MASKS) for pairs in (source.sets.train, source.sets.eval)]
+        counts = [
+            segmentation.count_pixels(pairs, _BASELINE_MASKS, data.max_broken)
+            for pairs in (source.sets.train, source.sets.eval)
+        ]
         for count in counts:
             count[self.ignore_index] = 0
         confusion = np.zeros((num_classes, num_classes), np.int64)

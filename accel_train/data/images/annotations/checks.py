@@ -4,6 +4,7 @@ import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,8 +31,10 @@ class Checked(NamedTuple):
     boxes: tuple[Boxes, ...]
     files: tuple[Path | None, ...]
     """File of each image. None for images in tables and arrays."""
+    unreadable: tuple[str, ...]
+    """Images that are missing or broken."""
     file_faults: tuple[str, ...]
-    """Images that are missing or broken, or have another size than stated."""
+    """Images that have another size than stated."""
     box_faults: tuple[str, ...]
 
 
@@ -42,7 +45,7 @@ def check_boxes(images: Images, records: Sequence[BoxedImage]) -> Checked:
     the image by up to `TOLERANCE` is clipped. Boxes with faults are left out.
     """
 
-    def check(index: int) -> tuple[Boxes, Path | None, list[str], list[str]]:
+    def check(index: int) -> tuple[Boxes, Path | None, list[str], list[str], list[str]]:
         where, record, file = images.where(index), records[index], None
         try:
             content = images.content(index)
@@ -52,21 +55,22 @@ def check_boxes(images: Images, records: Sequence[BoxedImage]) -> Checked:
             else:
                 stored, orientation = image_header(content, where)
         except DataError as error:
-            return no_boxes(1, 1), file, [f"{record.where}: {error}"], []
+            return no_boxes(1, 1), file, [f"{record.where}: {error}"], [], []
         upright = stored[::-1] if orientation >= 5 else stored
         turned, fault = _is_turned(record, stored, upright, orientation)
         if fault:
-            return no_boxes(*upright), file, [f"{record.where}: {where} {fault}"], []
+            return no_boxes(*upright), file, [], [f"{record.where}: {where} {fault}"], []
         boxes, faults = _checked(record, stored if turned else upright, where)
         boxes = _turned(boxes, orientation) if turned else boxes
-        return replace(boxes, image_id=record.image_id), file, [], faults
+        return replace(boxes, image_id=record.image_id), file, [], [], faults
 
     found = in_threads(check, range(len(images)))
     return Checked(
-        tuple(boxes for boxes, _, _, _ in found),
-        tuple(file for _, file, _, _ in found),
-        (*(fault for _, _, faults, _ in found for fault in faults), *_fractions(records)),
-        tuple(fault for _, _, _, faults in found for fault in faults),
+        tuple(each[0] for each in found),
+        tuple(each[1] for each in found),
+        tuple(chain(*(each[2] for each in found))),
+        (*chain(*(each[3] for each in found)), *_fractions(records)),
+        tuple(chain(*(each[4] for each in found))),
     )
 
 
