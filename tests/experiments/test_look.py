@@ -216,14 +216,14 @@ def images_of(count: int, seed: int) -> list[np.ndarray[Any, Any]]:
     return [draw.integers(0, 256, (SIDE, SIDE, 3), np.uint8) for _ in range(count)]
 
 
-def of_masks(folder: Path, change: Callable[[int, np.ndarray[Any, Any]], np.ndarray[Any, Any]]) -> Look:
+def of_masks(folder: Path, change: Callable[[int, np.ndarray[Any, Any]], np.ndarray[Any, Any]], **more: Any) -> Look:
     """Look at 128 images with masks of two classes. `change` gets the number and the mask of each."""
     for number, pixels in enumerate(images_of(128, 1)):
         mask = (np.arange(SIDE * SIDE).reshape(SIDE, SIDE) % 5 > 2).astype(np.uint8)
         for kind, content in (("images", pixels), ("masks", change(number, mask))):
             (folder / "data" / kind).mkdir(parents=True, exist_ok=True)
             Image.fromarray(content).save(folder / "data" / kind / f"{number}.png")
-    data = {"train": str(folder / "data"), "image_size": SIDE, "label_names": ["sky", "tree"], "num_workers": 0}
+    data = {"train": str(folder / "data"), "image_size": SIDE, "label_names": ["sky", "tree"], "num_workers": 0, **more}
     return looked(folder, task="semantic-segmentation", model=SCENES["model"], data=data)
 
 
@@ -245,6 +245,27 @@ def test_a_defect_of_masks_comes_first(tmp_path: Path, kind: str) -> None:
     if kind == "unreadable":
         assert look.findings[0].count == 1
         assert "9.png has 16 x 16 pixels and its mask" in look.findings[0].examples[0]
+
+
+@pytest.mark.parametrize("allowed", [0, 2, 3])
+def test_broken_training_samples_within_max_broken_are_a_finding_with_the_limit_and_no_stop(
+    tmp_path: Path, allowed: int
+) -> None:
+    """A start does not decode every other image."""
+    untried = sorted((str(number) for number in range(128)), key=lambda name: f"{name}.png")[1:6:2]
+    look = of_masks(
+        tmp_path,
+        lambda number, mask: mask[:-2] if str(number) in untried else mask,
+        max_broken=allowed,
+        eval_fraction=0,
+        shuffle=False,
+    )
+    first = look.findings[0]
+    assert look.stops == first.stops == (allowed < 3)
+    assert (first.kind, first.count, first.total) == (("broken", 3, 3) if allowed == 3 else ("unreadable", 3, 128))
+    assert len(first.examples) == 3
+    # The first step keeps its other samples.
+    assert len(look.batch["pixel_values"]) == (5 if allowed else 8)
 
 
 def of_boxes(folder: Path, has_boxes: Callable[[int], bool], **changes: Any) -> Look:

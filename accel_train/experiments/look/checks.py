@@ -16,6 +16,7 @@ from accel_train.training.output import FEW_HELD_OUT
 KINDS = {
     "teaches_nothing": "{} of the first {} steps have no target, so they teach nothing. Check labels and masks",
     "unreadable": "{} of {} samples cannot be read, and the run stops there. Repair or remove them",
+    "broken": "{} of {} broken samples that data.max_broken allows. They have no weight. Repair or remove them",
     "not_finite": "{} of {} samples hold NaN or Inf. Repair or remove them",
     "one_class": "{} of {} training samples are of one class, so there is nothing to learn. Add other classes",
     "leak": "{} of {} evaluation samples are training samples too, so their score says little. Remove them",

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
@@ -16,6 +16,7 @@ from accel_train.data.batch_sizes import resolve_batch
 from accel_train.data.labels import class_notes
 from accel_train.data.order import DataOrder
 from accel_train.data.samples import Drawn, SeededReads, fetch
+from accel_train.engine.broken import collate_readable
 from accel_train.engine.resolve import check_recipe, resolve_run
 from accel_train.experiments.look.checks import MOST_FILES, Finding, find, findings_of_steps
 from accel_train.experiments.look.units import MOST_IMAGES, MOST_TEXTS, Units, read_units
@@ -110,11 +111,17 @@ def look_at(recipe: Recipe, *, progress: bool = False) -> Look:
     batches = list(_batches(data, order, sizes.per_device_batch_size))
     of_steps = findings_of_steps(batches, shuffled=order.shuffle)
     findings = find(train, held, data.facts.label_names or (), of_steps)
+    broken = [each for each in findings if each.kind == "unreadable" and each.count <= data.max_broken]
+    # Broken evaluation samples are never allowed.
+    if broken and not any("unreadable" in unit.problems for unit in held):
+        findings[findings.index(broken[0])] = replace(broken[0], kind="broken", total=data.max_broken)
     return Look(recipe, data, train, held, of_steps[-1], next(chain.from_iterable(batches), {}), findings)
 
 
 def _batches(data: TaskData, order: DataOrder, size: int) -> Iterator[list[Collated]]:
-    """Yield the micro-batches of the first steps as one process reads them. Unreadable ones are left out."""
+    """Yield the micro-batches of the first steps as one process reads them. Unreadable samples are left out, with their
+    step if `data.max_broken` is 0.
+    """
     dataset: Any = data.train
     if data.draw is not None:
         dataset = Drawn(data.draw, order.seed, order.num_samples)
@@ -124,7 +131,10 @@ def _batches(data: TaskData, order: DataOrder, size: int) -> Iterator[list[Colla
         shares = order.rank_micro_batches(step, 0, 1, size, as_draws=dataset is not data.train)
         # The finding about unreadable samples names them.
         with suppress(DataError):
-            yield [data.collate(fetch(dataset, indices)) for indices in shares]
+            if data.max_broken:
+                yield [collate_readable(dataset, data.collate, data.max_broken, indices) for indices in shares]
+            else:
+                yield [data.collate(fetch(dataset, indices)) for indices in shares]
 
 
 def format_look(look: Look, *, colour: bool) -> list[str]:
