@@ -23,6 +23,7 @@ from tests.support.annotated_images import (
     mask_of,
     recipe_of_annotated,
     write_folder,
+    write_tars,
 )
 from tests.support.annotated_images import NUM_IMAGES as NUM_ANNOTATED
 from tests.support.every_task import recipe_of
@@ -232,6 +233,28 @@ def test_one_more_broken_image_than_allowed_stops_all_processes_in_the_step_that
     (error,) = [line for line in done.stderr.splitlines() if "broken sample 2, and data.max_broken is 1" in line]
     assert f"{second:03d}.jpg" in error
     assert [each["step"] for each in events(Path(section["output_dir"]), "broken_sample")] == [first // 10 + 1]
+
+
+@pytest.mark.parametrize("processes", [1, slow(2)])
+@pytest.mark.parametrize("task", MODELS)
+def test_a_cut_tar_and_an_unreadable_image_in_another_have_no_weight(tmp_path: Path, task: str, processes: int) -> None:
+    tars, image = write_tars(task, tmp_path / "tars", form=1), image_of(1)
+    first, last = tars / "0.tar", tars / "2.tar"
+    first.write_bytes(first.read_bytes().replace(image, bytes(len(image))))
+    last.write_bytes(last.read_bytes().partition(image_of(11))[0] + image_of(11)[:100])
+    data = {"max_broken": 2, **({"objects_column": "annotations"} if task == "object-detection" else {})}
+    sections: dict[str, Any] = {"data": data, "schedule": {"max_steps": 3}}
+    section = recipe_of_annotated(task, tmp_path / "run", tars, batch=4, **sections)
+    found = [loss for loss, _ in train_recipe(section, processes)]
+    for step, kept in enumerate(([0, 2, 3], [4, 5, 6, 7], [8, 9, 10])):
+        alone = write_folder(task, tmp_path / f"kept {step}", kept)
+        sections = {"batch": len(kept), "schedule": {"max_steps": 1}}
+        ((expected, _),) = train_recipe(recipe_of_annotated(task, tmp_path / f"run {step}", alone, **sections))
+        assert found[step] == pytest.approx(expected, rel=1e-5)
+    named = events(Path(section["output_dir"]), "broken_sample")
+    assert [each["step"] for each in named] == [1, 3]
+    for each, words in zip(named, ("0.tar, sample 2 (001.jpg)", "2.tar, sample 4 (011.jpg)"), strict=True):
+        assert words in each["message"]
 
 
 @pytest.mark.parametrize("task", MODELS)

@@ -11,6 +11,7 @@ from PIL import Image
 from tests.support.detectors import YOLOS
 from tests.support.every_task import recipe_of
 from tests.support.runs import SCENES
+from tests.support.tars import write_tar
 
 SIZE = 64
 NUM_IMAGES = 12
@@ -58,6 +59,25 @@ def write_folder(task: str, folder: Path, numbers: range | list[int] = range(NUM
     else:
         rows = [{"file_name": f"{number:03d}.jpg", "objects": objects_of(number)} for number in numbers]
         (folder / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return folder
+
+
+def write_tars(task: str, folder: Path, *, per_tar: int = 4, form: int = 0) -> Path:
+    """Write the images of `write_folder` to tars. `form` 1 has the other names, order, and layout of annotations."""
+    for start in range(0, NUM_IMAGES, per_tar):
+        members = list[tuple[str, bytes]]()
+        for number in range(start, start + per_tar):
+            key, objects = f"{number:03d}", objects_of(number)
+            image = (f"{key}.jpg", image_of(number))
+            if task == "semantic-segmentation":
+                sample = [image, (f"{key}{'.mask' * form}.png", mask_of(number))]
+            else:
+                pairs = zip(objects["bbox"], objects["category"], strict=True)
+                one_by_one = [{"bbox": box, "category_id": label} for box, label in pairs]
+                content = {"annotations": one_by_one} if form else {"objects": objects}
+                sample = [image, (f"{key}.json", json.dumps(content).encode())]
+            members += sample[::-1] if form else sample
+        write_tar(folder / f"{start // per_tar}.tar", members)
     return folder
 
 

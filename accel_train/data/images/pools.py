@@ -64,13 +64,13 @@ def _read_pool(name: str, data: ImageData, key: str, target: Target) -> list[Ima
         array, targets = digits()
         return [ImagePool(array, f"digits of scikit-learn: {len(array):,} images", targets.tolist())]
     path = Path(name).expanduser()
-    are_tars = not target.is_mask and bool(tars_among([path]))
+    are_tars = bool(tars_among([path]))
     if are_tars or path.suffix.lower() in ARRAY_SUFFIXES:
         found = [path] if path.is_file() else [*map(Path, sorted(glob.glob(str(path), recursive=True)))]
         if not found:
             raise ValueError(f"{key}: no file {name!r} (seen from {Path.cwd()}); check the path")
         if are_tars:
-            return [tars_pool(name, found, data, target.label)]
+            return [tars_pool(name, found, data, target)]
         return [array_pool(each, data, target) for each in found]
     if target.is_mask and path.suffix.lower() in LISTED_SUFFIXES and path.is_file():
         return [listed_pool(path, data, target)]
@@ -98,10 +98,10 @@ def _folder_pool(path: Path, data: ImageData, key: str, target: Target) -> Image
     if not files and not target.is_mask and not others and any(entry.is_dir() for entry in path.iterdir()):
         raise ValueError(f"{key}: no image below the folder {str(path)!r}; expected {path}/CLASS/*.png")
     if not files:
-        if target.is_mask or not (tars := tars_among(map(folder.joinpath, others))):
+        if not (tars := tars_among(map(folder.joinpath, others))):
             return None
         refuse_held_out_files(str(path), folder, tars, data, key)
-        return tars_pool(str(path), tars, data, target.label)
+        return tars_pool(str(path), tars, data, target)
     notes = (f"{folder}: left out {format_count(len(others), 'file')} of other kinds",) if others else ()
     pool = ImagePool(FileImages(folder, tuple(files)), f"{folder}: {format_count(len(files), 'image')}", notes=notes)
     if target.label is not None:

@@ -22,7 +22,15 @@ from accel_train.core.format import format_count
 from accel_train.core.json_io import json_digest, parse_json, write_plain_json
 from accel_train.core.state import JsonRecord
 from accel_train.data import cache
-from accel_train.data.images.images import IMAGE_SUFFIXES, ImagePool, Images, in_threads, join_images, text_digest
+from accel_train.data.images.images import (
+    IMAGE_SUFFIXES,
+    ImagePool,
+    Images,
+    Target,
+    in_threads,
+    join_images,
+    text_digest,
+)
 from accel_train.recipe.data import Data
 
 # Part of every key. Raise it when the samples of the same tar would be listed in another way.
@@ -91,10 +99,11 @@ def tars_among(files: Iterable[Path]) -> list[Path]:
     return tars
 
 
-def tars_pool(name: str, tars: Sequence[Path], data: Data, column: str | None) -> ImagePool:
-    """Return the images of tars with their labels.
+def tars_pool(name: str, tars: Sequence[Path], data: Data, target: Target) -> ImagePool:
+    """Return the images of tars with their labels or masks.
 
-    The label is `column` of the sample's `.json`, or its `.cls` (a number or a name), or its `.txt`.
+    The label is the column of the sample's `.json`, or its `.cls` (a number or a name), or its `.txt`. The mask is the
+    image with the longer ending (`.mask.png`), or the `.png` next to another format.
 
     Raises:
         DataError: a tar is damaged, or a sample has no image or several.
@@ -103,28 +112,34 @@ def tars_pool(name: str, tars: Sequence[Path], data: Data, column: str | None) -
     folder.mkdir(parents=True, exist_ok=True)
     # One process lists the samples; the others read its result.
     with cache.lock(folder / "lock"):
-        found = in_threads(partial(_read_tar, folder, column), tars)
-    images = join_images([each for each, _ in found])
+        found = in_threads(partial(_read_tar, folder, target), tars)
+    images, *masks = (join_images(parts) for parts in zip(*(parts for parts, _ in found)))
     return ImagePool(
         images,
         f"{name}: {format_count(len(images), 'image')} in {format_count(len(tars), 'tar')}",
         [label for _, labels in found for label in labels],
+        masks=next(iter(masks), None),
     )
 
 
-def _read_tar(folder: Path, column: str | None, path: Path) -> tuple[TarImages, list[Any]]:
-    """Return the images of a tar and their labels, as `folder` keeps them, or list and keep them."""
+def _read_tar(folder: Path, target: Target, path: Path) -> tuple[list[TarImages], list[Any]]:
+    """Return images, masks if any, and labels of a tar, as `folder` keeps them, or list and keep them."""
     stamp = cache.stamp_of(path)
-    kept = folder / f"{json_digest([_FORMAT, path.resolve(), stamp, column])}.json"
+    num_parts = 2 if target.mask else 1
+    place = [_FORMAT, path.resolve(), stamp, target.label, *["mask"] * (num_parts - 1)]
+    kept = folder / f"{json_digest(place)}.json"
     if (found := cache.read_json(kept)) is None:
-        found = list_samples(path, column)
+        found = list_samples(path, target.label, num_parts)
         write_plain_json(kept, found, durable=False)
     names, spans = np.array(found["names"], np.str_), np.array(found["spans"], np.int64).reshape(-1, 2)
-    return TarImages(path, names, spans, stamp[1]), found["labels"]
+    parts = [slice(number, None, num_parts) for number in range(num_parts)]
+    return [TarImages(path, names[part], spans[part], stamp[1]) for part in parts], found["labels"]
 
 
-def list_samples(path: Path, column: str | None) -> JsonRecord:
+def list_samples(path: Path, column: str | None, num_parts: int = 1) -> JsonRecord:
     """Return names, spans, and labels of the images in a tar, from its headers and its labels. Images are not read.
+
+    A sample has one image, or with `num_parts` of 2 an image and its mask, which follow each other in the result.
 
     As in WebDataset, a sample is the files that follow each other and have the same name up to the first dot. A tar may
     be cut within its last image, whose read then fails.
@@ -137,18 +152,20 @@ def list_samples(path: Path, column: str | None) -> JsonRecord:
         with tarfile.open(path, "r:") as tar, path.open("rb") as file:
             for key, files in groupby(_files(tar), itemgetter(0)):
                 members = {ending: member for _, ending, member in files}
-                images = [members[ending] for ending in members if ending in IMAGE_SUFFIXES]
-                if len(images) != 1:
-                    raise ValueError(f"{key} has {len(images)} images, and one is needed")
-                names.append(images[0].name)
-                spans.append((images[0].offset_data, images[0].size))
+                endings = [each for each in members if each[(num_parts > 1) * each.rindex(".") :] in IMAGE_SUFFIXES]
+                if len(endings) != num_parts:
+                    raise ValueError(f"{key} has {len(endings)} images instead of {num_parts}")
+                for ending in sorted(endings, key=lambda each: (each.count("."), each == ".png")):
+                    names.append(members[ending].name)
+                    spans.append((members[ending].offset_data, members[ending].size))
                 labels += [] if column is None else [_label(file, members, column)]
-            is_cut_within = spans and sum(spans[-1]) > file.seek(0, os.SEEK_END)
+            is_cut_within = max(map(sum, spans), default=0) > file.seek(0, os.SEEK_END)
             file.seek(tar.offset)
             if not is_cut_within and file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
                 raise ValueError(f"cut or damaged at byte {tar.offset:,}")
     except (OSError, tarfile.TarError, TypeError, ValueError) as error:
-        raise DataError(f"{path}: cannot be listed after sample {len(spans)} ({error}); {_REPAIR}") from error
+        number = len(spans) // num_parts
+        raise DataError(f"{path}: cannot be listed after sample {number} ({error}); {_REPAIR}") from error
     return {"names": names, "spans": spans, "labels": labels}
 
 

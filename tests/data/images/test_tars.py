@@ -18,6 +18,11 @@ from accel_train.data.images.images import ImagePool, Target, held_out, inspect_
 from accel_train.data.images.pools import read_pools
 from accel_train.data.images.tars import list_samples
 from accel_train.tasks.image_classification.config import ImageClassificationData
+from accel_train.tasks.object_detection.config import ObjectDetectionData
+from accel_train.tasks.object_detection.data import read_boxed_images
+from accel_train.tasks.semantic_segmentation.config import SemanticSegmentationData
+from accel_train.tasks.semantic_segmentation.data import read_masked_images
+from tests.support.annotated_images import image_of, write_folder, write_tars
 from tests.support.comparisons import assert_same_bits_of_runs
 from tests.support.marks import slow
 from tests.support.runs import forget, run, write_yaml
@@ -90,9 +95,9 @@ def test_a_sample_is_the_files_with_one_name_up_to_the_first_dot_and_hidden_file
 def test_a_second_start_reads_no_header_until_a_tar_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shards, listed = write_shards(tmp_path / "shards"), list[str]()
 
-    def counted(path: Path, column: str | None) -> Any:
+    def counted(path: Path, *how: Any) -> Any:
         listed.append(path.name)
-        return list_samples(path, column)
+        return list_samples(path, *how)
 
     monkeypatch.setattr(tars, "list_samples", counted)
     first = read(shards, cache_dir=str(tmp_path))
@@ -185,6 +190,44 @@ def test_a_tar_that_is_gone_or_no_file_is_named_with_the_position(tmp_path: Path
     with raises_golden(DataError, case="at the start"):
         read(tmp_path / "*.tar")
     assert images.content(0) == pictures()[0][1]
+
+
+@pytest.mark.parametrize("name", [".", "*.tar"])
+@pytest.mark.parametrize("form", [0, 1])
+def test_masks_and_boxes_of_tars_are_those_of_the_same_files_in_folders(tmp_path: Path, form: int, name: str) -> None:
+    """The digest of sets covers pixels, masks, boxes, and classes."""
+    masks = [
+        read_masked_images(SemanticSegmentationData(train=str(path), label_names=("a", "b", "c")))
+        for path in (
+            write_folder("semantic-segmentation", tmp_path / "folder"),
+            write_tars("semantic-segmentation", tmp_path / "tars", form=form) / name,
+        )
+    ]
+    column = "annotations" if form else "objects"
+    boxes = [
+        read_boxed_images(ObjectDetectionData(train=str(path), objects_column=key, label_names=("a", "b")))
+        for path, key in (
+            (write_folder("object-detection", tmp_path / "boxes"), "objects"),
+            (write_tars("object-detection", tmp_path / "boxed tars", form=form) / name, column),
+        )
+    ]
+    for folder, tars_of in (masks, boxes):
+        assert tars_of.identity == folder.identity
+        assert folder.eval is not None
+        assert tars_of.eval is not None
+        assert tars_of.train.rows.tolist() == folder.train.rows.tolist()
+        assert tars_of.eval.rows.tolist() == folder.eval.rows.tolist()
+    assert masks[1].train.masks is not None
+    ending = ".mask.png" if form else ".png"
+    assert masks[1].train.masks.where(5) == f"{tmp_path / 'tars' / '1.tar'}, sample 2 (005{ending})"
+
+
+def test_a_sample_without_a_mask_or_boxes_is_refused_by_name(tmp_path: Path) -> None:
+    path = write_tar(tmp_path / "one.tar", [("a.jpg", image_of(0)), ("b.jpg", image_of(1))])
+    with raises_golden(DataError, case="no mask"):
+        read_masked_images(SemanticSegmentationData(train=str(path), label_names=("a",)))
+    with raises_golden(ValueError, case="no boxes"):
+        read_boxed_images(ObjectDetectionData(train=str(path), label_names=("a",)))
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from accel_train.core.json_io import parse_json
 from accel_train.data.images.annotations.coco import read_coco
 from accel_train.data.images.annotations.columns import KIND, find_columns, read_columns
 from accel_train.data.images.annotations.records import Annotated
-from accel_train.data.images.annotations.tables import METADATA, has_objects, read_table, with_same_names
+from accel_train.data.images.annotations.tables import METADATA, has_objects, of_cells, read_table, with_same_names
 from accel_train.data.images.annotations.voc import read_voc
 from accel_train.data.images.annotations.yolo import (
     CLASSES_FILES,
@@ -22,7 +22,9 @@ from accel_train.data.images.annotations.yolo import (
     yolo_places,
     yolo_settings,
 )
-from accel_train.data.images.images import evenly_spaced, list_images
+from accel_train.data.images.images import Target, evenly_spaced, list_images
+from accel_train.data.images.pools import read_pools
+from accel_train.data.images.tars import tars_among
 from accel_train.data.parts import part_of, pick
 from accel_train.data.sources import TABLE_KINDS, Source, is_saved_dataset, resolve_sources
 from accel_train.data.tables import refuse_parts_of
@@ -34,6 +36,7 @@ LAYOUTS = (
     "(filename, class, xmin, ymin, xmax, ymax; or bbox)"
 )
 _COCO_NAME = re.compile(r"(?:.*[^a-z])?(?:annotations?|instances|coco|labels)(?:[^a-z].*)?\.json")
+_TARS = "tars"
 _LARGE_BYTES = 50_000_000
 """Size from which a JSON file with COCO's name is taken for COCO's without reading it."""
 _NUM_LOOKED_AT = 20
@@ -47,7 +50,7 @@ class Located(NamedTuple):
     """The boxes at a path."""
 
     kind: str
-    """Format: COCO, YOLO, Pascal VOC, or table."""
+    """Format: COCO, YOLO, Pascal VOC, table, or tars."""
     train: Path
     """File or folder of the training images, or of all images."""
     why: str
@@ -63,6 +66,8 @@ def locate(path: Path, data: BoxData) -> Located | None:
         ValueError: a folder has several files of boxes, and their names do not tell the training part.
     """
     suffix = path.suffix.lower()
+    if tars_among(path.iterdir() if os.path.isdir(path) else [path]):
+        return Located(_TARS, path, f"{path.name} holds tars")
     if os.path.isdir(path) and is_saved_dataset(path):
         return _saved_dataset(path, data)
     if os.path.isdir(path):
@@ -107,6 +112,10 @@ def read_annotated(
             f"data.annotations={place}: {found.kind} names its images. Set data.train to it, and leave "
             "data.annotations out"
         )
+    if found.kind == _TARS:
+        # The label of a sample is the cell of its boxes.
+        pool = read_pools(str(place), data, data.train_key, Target(data.objects_column, is_mask=False))
+        return [of_cells(str(place), pool, pool.labels, data)]
     if found.kind == "COCO":
         return [read_coco(place, images)]
     if found.kind == "Pascal VOC":

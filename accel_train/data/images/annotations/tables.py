@@ -1,7 +1,7 @@
 """Read the boxes of tables: metadata.jsonl of `datasets`' ImageFolder, parquet files, and data sets."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import Any
@@ -18,7 +18,7 @@ from accel_train.data.images.annotations.records import (
     numbers,
     with_names,
 )
-from accel_train.data.images.images import Target
+from accel_train.data.images.images import ImagePool, Target
 from accel_train.data.images.tables import open_dataset, table_pool
 from accel_train.data.sources import Source
 from accel_train.data.tables import class_names, column_names, names_of_feature, read_rows
@@ -43,13 +43,19 @@ def read_table(source: Source, data: BoxData) -> Annotated:
     if data.image_column not in (columns := column_names(source, data)) and FILE_NAME in columns:
         data = data.model_copy(update={"image_column": FILE_NAME})
     pool = table_pool(source, data, Target(None, is_mask=False))
+    known = class_names(source, data.objects_column) or _nested_names(source, data)
+    cells = (row.cells[0] for row in read_rows(source, [data.objects_column], data))
+    return of_cells(source.name, pool, cells, data, known)
+
+
+def of_cells(name: str, pool: ImagePool, cells: Iterable[Any], data: BoxData, known: Any = None) -> Annotated:
+    """Return images with the boxes of a cell of objects for each. `known` are the class names, if any."""
     faults, order = Faults(), "xywh" if data.box_format == "auto" else data.box_format
     records = []
-    for index, row in enumerate(read_rows(source, [data.objects_column], data)):
+    for index, cell in enumerate(cells):
         where = pool.images.where(index)
-        records.append(BoxedImage(where, cell_rows(row.cells[0], where, faults, order), is_upright=True))
-    known = class_names(source, data.objects_column) or _nested_names(source, data)
-    return annotated("table", source.name, pool.images, records, faults, order, known, ids=pool.ids, notes=pool.notes)
+        records.append(BoxedImage(where, cell_rows(cell, where, faults, order), is_upright=True))
+    return annotated("table", name, pool.images, records, faults, order, known, ids=pool.ids, notes=pool.notes)
 
 
 def with_same_names(shards: Sequence[Annotated]) -> list[Annotated]:
