@@ -1,17 +1,23 @@
 """Parts that several tasks share: rows of text in memory and their source, padded pairs, counts, and predictions."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import TypeAdapter
 from torch import Tensor, nn
 
-from accel_train.data.labels import IGNORED_LABEL
+from accel_train.data.labels import IGNORED_LABEL, LabelScheme
 from accel_train.data.sources import Source
 from accel_train.data.text.padding import padded, padded_inputs, samples_digest
+from accel_train.data.text.rows_cache import Values, bpe_of, contents_of, open_rows
+from accel_train.data.text.tokenizers import KeptBPE
 from accel_train.model.kernels.chunked_loss import summed_loss
+from accel_train.recipe.data import TrainedTokenizer
+from accel_train.recipe.schema import Recipe
 from accel_train.task import Batch, Tensors, Totals
 from accel_train.tasks.common.texts import Divided
 
@@ -19,7 +25,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 Rows = TypeVar("Rows", bound=Divided[Any])
-Sample = TypeVar("Sample")
 
 
 @dataclass(frozen=True)
@@ -39,6 +44,68 @@ class TextSource(Generic[Rows]):
     def row_ids(self, index: int) -> str:
         """Return the name of an evaluation row: its id column, or its file and row number."""
         return str(self.evaluated[index].id)
+
+
+class Kept:
+    """Rows, tokenizer, and samples of a recipe, kept (`open_rows`).
+
+    `contents` is all that determines the rows besides sources and data settings.
+    """
+
+    def __init__(self, recipe: Recipe, progress: bool, *contents: object) -> None:
+        self.recipe, self.contents, self.keep = recipe, contents, open_rows(recipe.data, progress)
+
+    def rows(self, load: Callable[[], Any], make: Callable[..., Any], kind: Callable[..., Any] = Divided) -> Any:
+        """Return `load()`, an instance of `kind` with rows of class `make`."""
+
+        def build() -> Values:
+            found = vars(load())
+            return {**found, "scheme": asdict(found["scheme"])} if "scheme" in found else found
+
+        found = self.keep([self.contents], build, make)
+        if "scheme" in found:
+            found = {**found, "scheme": TypeAdapter(LabelScheme).validate_python(found["scheme"])}
+        return kind(**found)
+
+    def words(self, texts: Iterable[str]) -> Iterable[str]:
+        """Return texts that may train a tokenizer, or the BPE that they have trained."""
+        spec = self.recipe.tokenizer_in_use
+        if not isinstance(spec, TrainedTokenizer):
+            return texts
+        return KeptBPE(self.keep([self.contents, spec], partial(bpe_of, texts, spec), tuple)["bpe"])
+
+    def samples(
+        self,
+        tokenizer: "PreTrainedTokenizerBase",
+        length: object,
+        rows: Divided[Any],
+        encode: Callable[[Any], Any],
+        make: Callable[..., Any],
+        names: Iterable[str],
+        arrays_of: Callable[[Any], list[NDArray[Any]]],
+        about: Callable[[Any, Any], Values] = lambda *_: {},
+    ) -> Values:
+        """Return the samples of both sides (`train`, `eval`) of class `make`, and what `about` says of them.
+
+        `fingerprint` is a digest of names and arrays. `lengths` are the numbers of tokens of training samples, or of
+        the longest text of each. `length` is all that determines an encoding besides rows and tokenizer.
+        """
+
+        def build() -> Values:
+            train, evaluation = encode(rows.train), None if rows.eval is None else encode(rows.eval)
+            arrays = arrays_of(train)
+            return {
+                "train": train,
+                "eval": evaluation,
+                "lengths": np.diff(arrays[1]).reshape(len(train), -1).max(axis=1),
+                "fingerprint": samples_digest(names, arrays + ([] if evaluation is None else arrays_of(evaluation))),
+                **about(train, evaluation),
+            }
+
+        kept = self.keep([contents_of(tokenizer), self.contents, length], build, make)
+        # Encoding sets the truncation that is saved with the tokenizer.
+        encode(rows.train[:1])
+        return kept
 
 
 def given(*columns: str | None) -> list[str]:
@@ -64,15 +131,6 @@ def padded_pairs(ids: Sequence[NDArray[Any]], begins: Iterable[int], *, with_typ
         types = [np.arange(len(row)) >= begin for row, begin in zip(ids, begins)]
         batch["token_type_ids"] = padded(types, batch["input_ids"].shape[1], 0)
     return batch
-
-
-def digest_of_sides(
-    names: Iterable[str],
-    sides: Iterable[Sequence[Sample] | None],
-    arrays_of: Callable[[Sequence[Sample]], Iterable[NDArray[Any]]],
-) -> str:
-    """Return a hex digest of names, and of the arrays of each side's samples."""
-    return samples_digest(names, [array for side in sides if side is not None for array in arrays_of(side)])
 
 
 def logits_of(model: nn.Module, batch: Batch, not_read: Sequence[str] = ("labels",)) -> Tensor:

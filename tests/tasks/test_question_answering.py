@@ -75,8 +75,11 @@ def test_every_answer_is_whole_in_some_window_of_its_question_and_says_its_text(
         assert answered
         for window in answered:
             first, last = (place - window.context[0] for place in window.answer)
-            assert row.context[window.offsets[first, 0] : window.offsets[last, 1]].strip() == row.answers[0].text
-        covered = {place for window in windows for start, end in window.offsets for place in range(start, end)}
+            offsets = window.offsets.reshape(-1, 2)
+            assert row.context[offsets[first, 0] : offsets[last, 1]].strip() == row.answers[0]
+        covered = {
+            place for window in windows for start, end in window.offsets.reshape(-1, 2) for place in range(start, end)
+        }
         assert covered >= {place for place, letter in enumerate(row.context) if not letter.isspace()}
     batch, num_targets = batch_of(data, range(5))
     assert num_targets == sum(num_windows[:5]) == len(batch["input_ids"])
@@ -128,10 +131,10 @@ def test_no_answer_is_given_where_the_threshold_says_so(tmp_path: Path) -> None:
 
 
 def test_the_baselines_are_the_words_near_those_of_the_question_and_no_answer(tmp_path: Path) -> None:
-    train = [Question("?", "a b", (), "", ""), Question("?", "x", (), "", "")]
+    train = [Question("?", "a b", (), (), "", ""), Question("?", "x", (), (), "", "")]
     context = "cats sleep well . the small red boat sinks . dogs bark"
-    assert overlap_answers(train, [Question("which small boat sinks ?", context, (), "", "")]) == ["red"]
-    assert overlap_answers(train, [Question("小 船 ?", "猫睡了。小红船沉了", (), "", "")]) == ["红"]
+    assert overlap_answers(train, [Question("which small boat sinks ?", context, (), (), "", "")]) == ["red"]
+    assert overlap_answers(train, [Question("小 船 ?", "猫睡了。小红船沉了", (), (), "", "")]) == ["红"]
     task, data, _ = load(recipe_for(write_jsonl(tmp_path / "a.jsonl", questions(unanswered=3))))
     wanted = [bool(row.answers) for row in data.source.evaluated]
     baselines = task.baselines(data)

@@ -23,6 +23,7 @@ from accel_train.core.version import __version__
 from accel_train.data import cache
 from accel_train.data.sources import files_of, num_bytes_of
 from accel_train.data.tables import resolve_both
+from accel_train.data.text.aligned import target_file
 from accel_train.data.text.tokenizers import train_bpe
 from accel_train.recipe.data import Data, TrainedTokenizer
 
@@ -66,6 +67,9 @@ def open_rows(data: Data, progress: bool) -> Keep:
     train, held_out, _ = resolve_both(data)
     sources = (*train, *held_out)
     files, root = files_of(sources), cache.cache_root(data) / "text"
+    # Of line-aligned texts, the sources name one side.
+    if suffix := getattr(data, "target_suffix", None):
+        files += filter(Path.is_file, [target_file(file, suffix) for file in files])
     determined: list[object] = []
     if data.is_for_training and sum(map(num_bytes_of, sources)) >= LEAST_BYTES:
         try:
@@ -83,7 +87,7 @@ def open_rows(data: Data, progress: bool) -> Keep:
         if not determined or None in contents:
             return build()
         built: Values = {}
-        folder = root / json_digest([determined, contents])[:32]
+        folder = root / json_digest([determined, contents, make])[:32]
         try:
             if (meta := cache.read_valid_meta(folder)) is None:
                 with cache.lock(folder.with_suffix(".lock")):

@@ -17,7 +17,13 @@ from accel_train.tasks.common.encoder import EncoderTask, cut_note
 from accel_train.tasks.common.texts import WORD, Divided
 from accel_train.tasks.multiple_choice import data as choices
 from accel_train.tasks.multiple_choice.config import SPEC, MultipleChoiceData
-from accel_train.tasks.rows import TextSource, decimals, digest_of_sides, likeliest, logits_of
+from accel_train.tasks.rows import (
+    Kept,
+    TextSource,
+    decimals,
+    likeliest,
+    logits_of,
+)
 
 _EXAMPLE = f"""
 from transformers import AutoModelForMultipleChoice, AutoTokenizer
@@ -56,26 +62,34 @@ class MultipleChoice(EncoderTask):
         """
         section = MultipleChoiceData.of(recipe.data)
         models.check_model(recipe, self.head)
-        rows = choices.load_choices(recipe)
+        keep = Kept(recipe, progress)
+        rows = keep.rows(partial(choices.load_choices, recipe), choices.ChoiceRow)
         texts = (text for row in rows.train for text in (row.text, *row.endings))
-        reader = self.reader(recipe, texts, is_pair=True)
+        reader = self.reader(recipe, keep.words(texts), is_pair=True)
         tokenizer, length = reader.tokenizer, reader.max_length
         encode = partial(choices.tokenize_choices, tokenizer=tokenizer, max_length=length, progress=progress)
-        train, evaluation = encode(rows.train), None if rows.eval is None else encode(rows.eval)
-
+        kept = keep.samples(
+            tokenizer,
+            length,
+            rows,
+            encode,
+            choices.Sample,
+            ("multiple-choice",),
+            choices.arrays_of,
+        )
+        lengths = kept["lengths"]
         self.num_choices = len(rows.train[0].endings)
         self.loss = classification.ClassLoss(recipe.loss.label_smoothing, None)
-        lengths = np.array([max(map(len, sample.ids)) for sample in train])
         with_types = models.with_token_types(tokenizer, reader.config, self.head)
         return self.task_data(
             recipe,
             reader,
             rows,
-            train=train,
-            evaluation=evaluation,
+            train=kept["train"],
+            evaluation=kept["eval"],
             lengths=lengths,
             collate=partial(choices.collate_choices, with_types=with_types),
-            fingerprint=digest_of_sides(("multiple-choice",), (train, evaluation), choices.arrays_of),
+            fingerprint=kept["fingerprint"],
             source=Source(rows, tokenizer, reader.config),
             facts=Facts(
                 others={"num_choices": self.num_choices},

@@ -111,7 +111,7 @@ def overlap_answers(train: Sequence[Question], asked: Sequence[Question]) -> lis
     training answer. Each word of the question counts once, with 1 / its distance in words. Words of the question inside
     a part lower its score.
     """
-    lengths = [len(_WORD.findall(row.answers[0].text)) for row in train if row.answers]
+    lengths = [len(_WORD.findall(row.answers[0])) for row in train if row.answers]
     length = max(1, median_low(lengths)) if lengths else 1
     return [_overlap_answer(row, length) for row in asked]
 

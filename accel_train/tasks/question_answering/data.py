@@ -26,21 +26,15 @@ if TYPE_CHECKING:
 _QUESTIONS_PER_CALL = 200
 
 
-class Answer(NamedTuple):
-    """A part of the context."""
-
-    text: str
-    start: int
-    """Position of its first character in the context."""
-
-
 class Question(NamedTuple):
     """One question about a context."""
 
     question: str
     context: str
-    answers: tuple[Answer, ...]
+    answers: tuple[str, ...]
     """Accepted answers; training uses the first. Empty if the context has no answer, or if the answer is unknown."""
+    starts: Sequence[int]
+    """Position of the first character of each answer in the context."""
     where: str
     """File and line or row."""
     id: str
@@ -50,11 +44,6 @@ class Question(NamedTuple):
     def key(self) -> str:
         """Return the context. Questions about one context are on the same side of a split."""
         return self.context
-
-    @property
-    def wanted(self) -> list[str]:
-        """Return the texts of the accepted answers."""
-        return [answer.text for answer in self.answers]
 
 
 def load_questions(recipe: Recipe) -> Divided[Question]:
@@ -90,9 +79,9 @@ def _table_questions(source: Source, data: QuestionAnsweringData) -> Iterator[Qu
     columns = [data.question_column, data.context_column]
     for row in read_rows(source, given(*columns, data.answers_column, data.id_column), data):
         question, context = (text_cell(cell, name, row.where, data) for cell, name in zip(row.cells, columns))
-        answers = () if data.answers_column is None else _answers(row.cells[2], context, row.where)
+        answers = ((), ()) if data.answers_column is None else _answers(row.cells[2], context, row.where)
         name = row.where if data.id_column is None else str(row.cells[-1])
-        yield Question(question.strip(), context, answers, row.where, name)
+        yield Question(question.strip(), context, *answers, row.where, name)
 
 
 def _squad_questions(path: Path, data: QuestionAnsweringData) -> Iterator[Question]:
@@ -110,12 +99,12 @@ def _squad_questions(path: Path, data: QuestionAnsweringData) -> Iterator[Questi
     for context, question, name, answers in rows:
         where = f"{path}, question {name}"
         context, question = (text_cell(cell, "", where, data) for cell in (context, question))
-        known = () if data.answers_column is None else _answers(answers, context, where)
-        yield Question(question.strip(), context, known, where, name)
+        known = ((), ()) if data.answers_column is None else _answers(answers, context, where)
+        yield Question(question.strip(), context, *known, where, name)
 
 
-def _answers(cell: Any, context: str, where: str) -> tuple[Answer, ...]:
-    """Return the answers of a cell.
+def _answers(cell: Any, context: str, where: str) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """Return the answers of a cell, and where they start.
 
     Accepts {text: [...], answer_start: [...]}, a list of {text, answer_start}, or either as JSON text (csv).
     """
@@ -133,19 +122,20 @@ def _answers(cell: Any, context: str, where: str) -> tuple[Answer, ...]:
                 {"text": text, "answer_start": start}
                 for text, start in zip(found["text"], found["answer_start"], strict=True)
             ]
-        answers = tuple(Answer(each["text"], int(each["answer_start"])) for each in found)
-        if not all(isinstance(answer.text, str) for answer in answers):
+        answers = tuple(each["text"] for each in found)
+        starts = tuple(int(each["answer_start"]) for each in found)
+        if not all(isinstance(answer, str) for answer in answers):
             raise TypeError
     except (ValueError, KeyError, TypeError, OverflowError):
         raise ValueError(f"{fault}; repair or drop the row") from None
-    for answer in answers:
-        there = context[answer.start : answer.start + len(answer.text)]
-        if not answer.text or answer.start < 0 or there != answer.text:
+    for answer, start in zip(answers, starts):
+        there = context[start : start + len(answer)]
+        if not answer or start < 0 or there != answer:
             raise ValueError(
-                f"{where}: the answer {show_cell(answer.text)} is not at character {answer.start} of its context, "
+                f"{where}: the answer {show_cell(answer)} is not at character {start} of its context, "
                 f"where {show_cell(there)} stands; correct answer_start, or drop the row"
             )
-    return answers
+    return answers, starts
 
 
 class Window(NamedTuple):
@@ -159,7 +149,7 @@ class Window(NamedTuple):
     answer: tuple[int, int]
     """Positions of the first and last answer token. (0, 0) if the answer is not in this part."""
     offsets: NDArray[np.int32]
-    """Character spans of the context tokens, (tokens, 2): start and end in the context."""
+    """Character spans of the context tokens, (tokens x 2,): start and end in the context."""
 
 
 def tokenize_questions(
@@ -210,16 +200,17 @@ def _window(encoded: Any, number: int, row: Question) -> Window:
     offsets = np.array(encoded["offset_mapping"][number], dtype=np.int32).reshape(-1, 2)[first:after]
     answer = (0, 0)
     if row.answers and len(offsets):
-        start, end = row.answers[0].start, row.answers[0].start + len(row.answers[0].text)
+        start = row.starts[0]
+        end = start + len(row.answers[0])
         inside = np.flatnonzero((offsets[:, 1] > start) & (offsets[:, 0] < end) & (offsets[:, 1] > offsets[:, 0]))
         if len(inside) and offsets[0, 0] <= start and end <= offsets[-1, 1]:
             answer = (first + int(inside[0]), first + int(inside[-1]))
-    return Window(ids, second_from(encoded["token_type_ids"][number]), (first, after), answer, offsets)
+    return Window(ids, second_from(encoded["token_type_ids"][number]), (first, after), answer, offsets.ravel())
 
 
 def without_offsets(questions: Sequence[tuple[Window, ...]]) -> list[Window]:
     """Return the windows of questions as a flat list for training, without character offsets."""
-    nothing = np.zeros((0, 2), dtype=np.int32)
+    nothing = np.zeros(0, dtype=np.int32)
     return [window._replace(offsets=nothing) for windows in questions for window in windows]
 
 
@@ -250,7 +241,8 @@ def collate_windows(
         context, offsets = np.zeros(shape, np.int64), np.zeros((*shape, 2), np.int64)
         for row, window in enumerate(every):
             place = slice(*window.context)
-            context[row, place], offsets[row, place] = window.offsets[:, 1] > window.offsets[:, 0], window.offsets
+            offsets[row, place] = window.offsets.reshape(-1, 2)
+            context[row, place] = offsets[row, place, 1] > offsets[row, place, 0]
         numbers = np.split(np.arange(len(every)), np.cumsum([*map(len, questions)])[:-1])
         batch |= {"context": torch.from_numpy(context), "offsets": torch.from_numpy(offsets)}
         batch["windows"] = padded(numbers, max(map(len, numbers)), -1)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from accel_train.core.format import format_count
 from accel_train.core.model_card import FOLDER, Use
 from accel_train.data.text.padding import joined_arrays, samples_digest
+from accel_train.data.text.rows_cache import Values, contents_of
 from accel_train.metrics.texts import answer_scores
 from accel_train.recipe.schema import Recipe
 from accel_train.task import Batch, Columns, Facts, Scores, TaskData, Tensors, Totals
@@ -22,7 +23,7 @@ from accel_train.tasks.common.texts import Divided
 from accel_train.tasks.question_answering import data as questions
 from accel_train.tasks.question_answering.answers import Best, best_spans, overlap_answers, position_loss_sum, ranked
 from accel_train.tasks.question_answering.config import SPEC, QuestionAnsweringData
-from accel_train.tasks.rows import TextSource
+from accel_train.tasks.rows import Kept, TextSource
 
 NUM_BEST = 20
 """Number of likeliest answers that are kept per question."""
@@ -66,9 +67,10 @@ class QuestionAnswering(EncoderTask):
         """
         section = QuestionAnsweringData.of(recipe.data)
         models.check_model(recipe, self.head)
-        asked = questions.load_questions(recipe)
+        keep = Kept(recipe, progress)
+        asked = keep.rows(partial(questions.load_questions, recipe), questions.Question)
         pairs = (text for row in asked.train for text in (row.question, row.context))
-        reader = self.reader(recipe, pairs, is_pair=True)
+        reader = self.reader(recipe, keep.words(pairs), is_pair=True)
         tokenizer, config, max_length = reader.tokenizer, reader.config, reader.max_length
         models.check_offsets(recipe, tokenizer)
         doc_stride = _stride(section.doc_stride, max_length)
@@ -79,11 +81,26 @@ class QuestionAnswering(EncoderTask):
             doc_stride=doc_stride,
             progress=progress,
         )
-        by_question, num_cut = encode(asked.train)
-        train = questions.without_offsets(by_question)
-        evaluation = None if asked.eval is None else encode(asked.eval)[0]
 
-        unanswered = sum(not row.answers for row in asked.train) if section.is_labelled else 0
+        def build() -> Values:
+            (by_question, num_cut), (evaluation, _) = encode(asked.train), encode(asked.eval or [])
+            train = questions.without_offsets(by_question)
+            return {
+                "train": train,
+                "eval": [*chain(*evaluation)],
+                "num_windows": np.array([*map(len, by_question)]),
+                "num_eval_windows": [*map(len, evaluation)],
+                "num_cut": num_cut,
+                "lengths": np.array([len(window.ids) for window in train]),
+                "fingerprint": _fingerprint(train, evaluation),
+                "unanswered": sum(not row.answers for row in asked.train) if section.is_labelled else 0,
+            }
+
+        kept = keep.keep([contents_of(tokenizer), max_length, doc_stride], build, questions.Window)
+        # Encoding sets the truncation that is saved with the tokenizer.
+        encode(asked.train[:1])
+        windows, num_windows, unanswered = iter(kept["eval"]), kept["num_windows"], kept["unanswered"]
+        evaluation = [tuple(islice(windows, count)) for count in kept["num_eval_windows"]]
         self.may_be_unanswered = bool(unanswered) or getattr(config, _MAY_BE_UNANSWERED, False)
         setattr(config, _MAY_BE_UNANSWERED, self.may_be_unanswered)
         self.threshold = recipe.evaluate.null_score_diff_threshold if self.may_be_unanswered else None
@@ -94,13 +111,13 @@ class QuestionAnswering(EncoderTask):
             recipe,
             reader,
             asked,
-            train=train,
-            evaluation=evaluation,
-            lengths=np.array([len(window.ids) for window in train]),
+            train=kept["train"],
+            evaluation=evaluation or None,
+            lengths=kept["lengths"],
             collate=partial(
                 questions.collate_windows, with_types=models.with_token_types(tokenizer, config, self.head)
             ),
-            fingerprint=_fingerprint(train, evaluation or ()),
+            fingerprint=kept["fingerprint"],
             source=Source(asked, tokenizer, config),
             facts=Facts(
                 others={
@@ -108,23 +125,22 @@ class QuestionAnswering(EncoderTask):
                     "num_unanswered": unanswered,
                     "doc_stride": doc_stride,
                 },
-                notes=self._notes(by_question, num_cut, called, max_length, doc_stride),
+                notes=self._notes(num_windows, kept["num_cut"], called, max_length, doc_stride),
             ),
         )
         if not self.may_be_unanswered:
             found.unread["evaluate.null_score_diff_threshold"] = "every training question has an answer"
-        places = [row.where for row, windows in zip(asked.train, by_question) for _ in windows]
-        return replace(found, where=places.__getitem__)
+        numbers = np.repeat(np.arange(len(asked.train)), num_windows)
+        return replace(found, where=lambda index: asked.train[numbers[index]].where)
 
     def _notes(
-        self, train: list[tuple[questions.Window, ...]], num_cut: int, called: str, max_length: int, doc_stride: int
+        self, num_windows: NDArray[np.int64], num_cut: int, called: str, max_length: int, doc_stride: int
     ) -> list[str]:
         """Return notes about windows and about unanswered questions."""
-        num_long = sum(len(windows) > 1 for windows in train)
         notes = [
-            f"{called}: {len(train):,}, in "
-            f"{format_count(sum(map(len, train)), 'window')} of at most {max_length} tokens; longer contexts: "
-            f"{num_long:,}; neighbouring windows share {doc_stride} tokens"
+            f"{called}: {len(num_windows):,}, in "
+            f"{format_count(int(num_windows.sum()), 'window')} of at most {max_length} tokens; longer contexts: "
+            f"{(num_windows > 1).sum():,}; neighbouring windows share {doc_stride} tokens"
         ]
         if num_cut:
             notes.append(f"{called} longer than half a window, and cut there: {num_cut:,}")
@@ -172,7 +188,7 @@ class QuestionAnswering(EncoderTask):
         rows = {name.removeprefix("rows_"): value for name, value in totals.items() if name.startswith("rows_")}
         asked = [source.evaluated[index] for index in rows["index"]]
         best = [ranked(question, rows, row)[0] for row, question in enumerate(asked)]
-        wanted = [question.wanted for question in asked]
+        wanted = [question.answers for question in asked]
         metrics = answer_scores(
             [each.text for each in best], [each.null_score for each in best], wanted, self.threshold
         )
@@ -205,7 +221,7 @@ class QuestionAnswering(EncoderTask):
             columns["null_score"] = [best[0].null_score for best in every]
         columns["best_answers"] = [[each.text for each in best[:5]] for best in every]
         if self.is_labelled:
-            columns["true_answers"] = [sorted({*question.wanted}) for question in asked]
+            columns["true_answers"] = [sorted({*question.answers}) for question in asked]
         return columns
 
     def baselines(self, data: TaskData) -> dict[str, float]:
@@ -213,7 +229,7 @@ class QuestionAnswering(EncoderTask):
         source: Source = data.source
         if source.rows.eval is None:
             return {}
-        wanted = [question.wanted for question in source.evaluated]
+        wanted = [question.answers for question in source.evaluated]
         answers = {"sliding_window": overlap_answers(source.rows.train, source.evaluated)}
         if self.threshold is not None:
             answers["no_answer"] = [""] * len(wanted)

@@ -141,7 +141,7 @@ def collate_rows(samples: Sequence[Sample], **padding: int) -> Collated:
     batch = padded_inputs([*chain(*ids)], **padding)
     return {
         **{name: tensor.unflatten(0, (len(samples), -1)) for name, tensor in batch.items()},
-        "texts": torch.tensor(texts),
+        "texts": torch.from_numpy(np.array(texts)),
         "scores": torch.tensor(scores, dtype=torch.float32),
         "num_targets": len(samples),
     }

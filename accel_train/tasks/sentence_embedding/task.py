@@ -23,7 +23,7 @@ from accel_train.task import Batch, Columns, Facts, Scores, TaskData, Tensors, T
 from accel_train.tasks.common import text_models as models
 from accel_train.tasks.common.encoder import EncoderTask, cut_note
 from accel_train.tasks.common.texts import Divided, characters_as_words
-from accel_train.tasks.rows import TextSource, decimals, digest_of_sides
+from accel_train.tasks.rows import Kept, TextSource, decimals
 from accel_train.tasks.sentence_embedding import data as rows_of
 from accel_train.tasks.sentence_embedding.config import EMBEDDING, SPEC, SentenceEmbeddingData
 from accel_train.tasks.sentence_embedding.folder import Pooling, pooling_of, write_folder
@@ -70,8 +70,10 @@ class SentenceEmbedding(EncoderTask):
         section = SentenceEmbeddingData.of(recipe.data)
         models.check_model(recipe, self.head)
         self.pooling, self.pooling_reason = _pooling(recipe, section)
-        rows = rows_of.load_rows(recipe)
-        reader = self.reader(recipe, chain.from_iterable(row.texts for row in rows.train), is_pair=False)
+        keep = Kept(recipe, progress)
+        rows = keep.rows(partial(rows_of.load_rows, recipe), rows_of.AnchorRow)
+        words = keep.words(chain.from_iterable(row.texts for row in rows.train))
+        reader = self.reader(recipe, words, is_pair=False)
         _check_config(reader.config, section)
         encode = partial(
             rows_of.tokenize_rows,
@@ -80,7 +82,16 @@ class SentenceEmbedding(EncoderTask):
             max_length=reader.max_length,
             progress=progress,
         )
-        train, evaluation = encode(rows.train), None if rows.eval is None else encode(rows.eval)
+        kept = keep.samples(
+            reader.tokenizer,
+            reader.max_length,
+            rows,
+            encode,
+            rows_of.Sample,
+            ("sentence-embedding",),
+            rows_of.arrays_of,
+        )
+        lengths = kept["lengths"]
         self.objective = Objective(
             section.loss_name,
             len(section.pair_columns),
@@ -92,17 +103,16 @@ class SentenceEmbedding(EncoderTask):
         self.global_loss = None if section.loss_name == "triplet" else GlobalBatch(self.objective)
         self.num_queries = -(-recipe.evaluate.num_examples // _NEAREST)
         self.metric_names = CORRELATIONS if section.score_column is not None else RETRIEVAL
-        lengths = np.array([max(map(len, sample.ids)) for sample in train])
         rows.notes.extend(_prompt_notes(section))
         return self.task_data(
             recipe,
             reader,
             rows,
-            train=train,
-            evaluation=evaluation,
+            train=kept["train"],
+            evaluation=kept["eval"],
             lengths=lengths,
             collate=rows_of.collate_rows,
-            fingerprint=digest_of_sides(("sentence-embedding",), (train, evaluation), rows_of.arrays_of),
+            fingerprint=kept["fingerprint"],
             source=Source(rows, reader.tokenizer, reader.config, section.prompts),
             facts=Facts(
                 others={"pooling": self.pooling, "objective": section.loss_name},

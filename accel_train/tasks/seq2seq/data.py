@@ -1,6 +1,6 @@
 """Text pairs (source and target): read table rows, tokenize and batch them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -101,17 +101,16 @@ def _translated(row: TextRow, data: Seq2SeqData, column: str) -> TextRow:
     return row._replace(texts=(texts[0],), label=texts[1] if len(texts) > 1 else None)
 
 
-def pair_tokenizer(recipe: Recipe, train: Sequence[TextRow]) -> tuple["PreTrainedTokenizerBase", list[str]]:
+def pair_tokenizer(recipe: Recipe, texts: Iterable[str]) -> tuple["PreTrainedTokenizerBase", list[str]]:
     """Return the recipe's tokenizer with padding and end-of-text tokens, and notes on its choice.
 
-    `bytes` and a BPE trained here (on sources and targets) end each text with `<|endoftext|>`.
+    `bytes` and a BPE trained here (on `texts`, sources and targets) end each text with `<|endoftext|>`.
 
     Raises:
         ValueError: a pretrained tokenizer has no end-of-text token.
     """
     from tokenizers.processors import TemplateProcessing
 
-    texts = (text for row in train for text in (*row.texts, row.label) if text is not None)
     tokenizer, notes, is_own = text_tokenizer(recipe, texts)
     if is_own:
         tokenizer.add_special_tokens({"pad_token": "[PAD]"})

@@ -1,7 +1,7 @@
 """Sequence to sequence: translate, summarize, or rewrite texts with any encoder-decoder (T5, BART, Marian, ...)."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import mode
@@ -37,9 +37,14 @@ from accel_train.tasks.common import text_models as models
 from accel_train.tasks.common.generation import TextGenerator, decoded, spaced
 from accel_train.tasks.common.texts import Divided, TextRow
 from accel_train.tasks.common.vocabulary import fields_with_vocabulary
-from accel_train.tasks.rows import TextSource, digest_of_sides, token_accuracy, token_counts
+from accel_train.tasks.rows import (
+    Kept,
+    TextSource,
+    token_accuracy,
+    token_counts,
+)
 from accel_train.tasks.seq2seq.config import SPEC, Seq2SeqData
-from accel_train.tasks.seq2seq.data import arrays_of, collate_pairs, load_pairs, pair_tokenizer, tokenize_pairs
+from accel_train.tasks.seq2seq.data import Pair, arrays_of, collate_pairs, load_pairs, pair_tokenizer, tokenize_pairs
 
 NUM_SHOWN = 10
 """Number of generated texts in the report."""
@@ -76,36 +81,51 @@ class Seq2Seq(Task):
         """
         data, section = Seq2SeqData.of(recipe.data), recipe.evaluate.generation
         models.check_model(recipe, SEQ2SEQ)
-        texts = load_pairs(recipe)
-        tokenizer, tokenizer_notes = pair_tokenizer(recipe, texts.train)
+        keep = Kept(recipe, progress)
+        texts = keep.rows(partial(load_pairs, recipe), TextRow)
+        words = (text for row in texts.train for text in (*row.texts, row.label) if text is not None)
+        tokenizer, tokenizer_notes = pair_tokenizer(recipe, keep.words(words))
         config = encoder_decoder_config(recipe, tokenizer)
         lengths = resolve_lengths(recipe, config, tokenizer)
         rows = texts.eval or []
         is_scored = data.is_labelled and section.max_samples != 0
         generated = _generated_rows(recipe, len(rows)) if is_scored else []
         encode = partial(
-            tokenize_pairs, tokenizer=tokenizer, max_lengths=lengths, prefix=data.source_prefix, progress=progress
+            tokenize_pairs,
+            tokenizer=tokenizer,
+            max_lengths=lengths,
+            prefix=data.source_prefix,
+            progress=progress,
         )
         self.max_lengths = lengths
-        train, evaluation = encode(texts.train, generated=()), encode(rows, generated=generated)
+        kept = keep.samples(
+            tokenizer,
+            [lengths, generated],
+            replace(texts, eval=rows),
+            lambda side: encode(side, generated=generated if side is rows else ()),
+            Pair,
+            (),
+            arrays_of,
+            lambda pairs, _: {"sizes": np.array([(len(pair.source), len(pair.target)) for pair in pairs])},
+        )
+        train, sizes = kept["train"], kept["sizes"]
         self.generator = TextGenerator(section, lengths[1], vocab_size_of(tokenizer))
         self.source_prefix = data.source_prefix
         self.bleu_tokenizer, self.label_smoothing = section.bleu_tokenizer, recipe.loss.label_smoothing
         self.metric_names = ("perplexity", "token_accuracy", *(TEXT_SCORES if generated else ()))
-        sizes = np.array([(len(pair.source), len(pair.target)) for pair in train])
         self.mean_lengths = sizes.mean(axis=0).tolist()
         return TaskData(
             # The DataLoader reads a list as a map-style dataset.
             train=cast("Dataset[Any]", train),
-            eval=cast("Dataset[Any]", evaluation) if evaluation else None,
+            eval=cast("Dataset[Any] | None", kept["eval"] or None),
             collate=partial(
                 collate_pairs, pad_id=int(tokenizer.pad_token_id), multiple=data.pad_to_multiple_of, max_lengths=lengths
             ),
-            fingerprint=digest_of_sides((), (train, evaluation), arrays_of),
+            fingerprint=kept["fingerprint"],
             facts=Facts(
                 sources=texts.description,
                 num_train=len(train),
-                num_eval=len(evaluation),
+                num_eval=len(rows),
                 train_targets=int(sizes[:, 1].sum()),
                 others={
                     "max_source_length": lengths[0],

@@ -1,19 +1,17 @@
 """Labeled texts: read table rows with one text or a pair, tokenize and batch them."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from pydantic import TypeAdapter
 
 from accel_train.data.labels import IGNORED_LABEL, LabelScheme, columns_scheme, is_missing, label_scheme
 from accel_train.data.sources import Source, describe
 from accel_train.data.tables import class_names, resolve_both
 from accel_train.data.text.padding import joined_arrays
-from accel_train.data.text.rows_cache import Keep, Values
 from accel_train.data.text.tokenizers import parts_to_tokenize, plain_encoder
 from accel_train.recipe.schema import Recipe
 from accel_train.task import Collated
@@ -41,17 +39,10 @@ class LabelledTexts(Divided[TextRow]):
         return {} if self.scheme.problem_type == "regression" else self.scheme.counts(self.train_labels)
 
 
-def kept_texts(recipe: Recipe, known_names: tuple[str, ...] | None, keep: Keep) -> LabelledTexts:
-    """Return `load_labelled_texts`, kept. Labels of rows may be None: arrays have them."""
-
-    def build() -> Values:
-        texts = load_labelled_texts(recipe, known_names)
-        sides = {"train": texts.train, "eval": texts.eval}
-        rows = {name: side and [row._replace(label=None) for row in side] for name, side in sides.items()}
-        return {**vars(texts), **rows, "scheme": asdict(texts.scheme)}
-
-    found = keep([[known_names, recipe.model.problem_type]], build, TextRow)
-    return LabelledTexts(**{**found, "scheme": TypeAdapter(LabelScheme).validate_python(found["scheme"])})
+def without_labels(texts: LabelledTexts) -> LabelledTexts:
+    """Return texts whose rows have the label None. The arrays have the labels."""
+    train, evaluation = ([row._replace(label=None) for row in side or ()] for side in (texts.train, texts.eval))
+    return replace(texts, train=train, eval=evaluation or None)
 
 
 def load_labelled_texts(recipe: Recipe, known_names: tuple[str, ...] | None) -> LabelledTexts:

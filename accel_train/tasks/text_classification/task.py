@@ -1,6 +1,5 @@
 """Text classification of texts or pairs: predict one of several labels, several labels at once, or a number."""
 
-from collections.abc import Iterable
 from functools import partial
 from itertools import chain
 from typing import cast
@@ -12,18 +11,16 @@ from torch import Tensor, nn
 from accel_train.core.errors import DataError
 from accel_train.core.model_card import FOLDER, Use
 from accel_train.core.state import JsonRecord
-from accel_train.data.text.rows_cache import Values, bpe_of, contents_of, open_rows
-from accel_train.data.text.tokenizers import KeptBPE, plain_encoder
 from accel_train.metrics import METRICS, tally
 from accel_train.metrics.scores import auroc_from_histogram, classification_scores, multilabel_scores, regression_scores
 from accel_train.model.ngrams import NgramsForSequenceClassification
-from accel_train.recipe.data import TrainedTokenizer
 from accel_train.recipe.schema import Recipe
 from accel_train.task import Batch, Facts, Scores, TaskData, Tensors, Totals, Training
 from accel_train.tasks.common import classification
 from accel_train.tasks.common import text_models as models
 from accel_train.tasks.common.encoder import EncoderTask, cut_note
-from accel_train.tasks.rows import TextSource, digest_of_sides, likeliest, logits_of
+from accel_train.tasks.common.texts import TextRow
+from accel_train.tasks.rows import Kept, TextSource, likeliest, logits_of
 from accel_train.tasks.text_classification import data as labelled
 from accel_train.tasks.text_classification.calibration import fit_temperature
 from accel_train.tasks.text_classification.config import SPEC, TextClassificationData
@@ -63,9 +60,13 @@ class TextClassification(EncoderTask):
         """
         section = TextClassificationData.of(recipe.data)
         models.check_model(recipe)
-        keep = open_rows(section, progress)
-        known_names, spec = models.known_names(recipe), recipe.tokenizer_in_use
-        texts = labelled.kept_texts(recipe, known_names, keep)
+        known_names = models.known_names(recipe)
+        keep = Kept(recipe, progress, known_names, recipe.model.problem_type)
+        texts = keep.rows(
+            lambda: labelled.without_labels(labelled.load_labelled_texts(recipe, known_names)),
+            TextRow,
+            labelled.LabelledTexts,
+        )
         scheme = self.scheme = texts.scheme
         check_metrics(recipe, scheme)
         counts = np.array(list(texts.num_train_of_label.values()))
@@ -74,28 +75,19 @@ class TextClassification(EncoderTask):
             classification.resolve_class_weights(recipe.loss.class_weights, counts, scheme.names) if is_single else None
         )
         is_pair = len(section.text_columns) == 2
-        contents = [known_names, recipe.model.problem_type]
-        words: Iterable[str] = chain.from_iterable(row.texts for row in texts.train)
-        if isinstance(spec, TrainedTokenizer):
-            words = KeptBPE(keep([contents, spec], partial(bpe_of, words, spec), tuple)["bpe"])
+        words = keep.words(chain.from_iterable(row.texts for row in texts.train))
         reader = self.reader(recipe, words, is_pair=is_pair, scheme=scheme)
         tokenizer, length = reader.tokenizer, reader.max_length
         encode = partial(labelled.tokenize_rows, tokenizer=tokenizer, max_length=length, progress=progress)
-
-        def build() -> Values:
-            train = encode(texts.train, texts.train_labels)
-            evaluation = None if texts.eval is None else encode(texts.eval, texts.eval_labels)
-            names = (scheme.problem_type, *scheme.names)
-            return {
-                "train": train,
-                "eval": evaluation,
-                "lengths": np.array([len(sample.ids) for sample in train]),
-                "fingerprint": digest_of_sides(names, (train, evaluation), labelled.arrays_of),
-            }
-
-        kept = keep([contents_of(tokenizer), contents, length], build, labelled.Sample)
-        # Encoding sets the truncation that is saved with the tokenizer.
-        plain_encoder(tokenizer, max_length=length)("")
+        kept = keep.samples(
+            tokenizer,
+            length,
+            texts,
+            lambda side: encode(side, texts.eval_labels if side is texts.eval else texts.train_labels),
+            labelled.Sample,
+            (scheme.problem_type, *scheme.names),
+            labelled.arrays_of,
+        )
 
         self.loss = classification.ClassLoss(recipe.loss.label_smoothing, weights)
         names = recipe.evaluate.metrics

@@ -29,16 +29,13 @@ if TYPE_CHECKING:
 
 _SENTENCES_PER_CALL = 1000
 
-Tags = list[NDArray[np.int64]]
-"""Ids of the tags of each sentence (-100: unknown)."""
-
 
 class Sentence(NamedTuple):
     """One sentence and the tags of its words."""
 
     words: tuple[str, ...]
-    tags: tuple[Any, ...]
-    """Tag names or ids. Empty without `data.tags_column`."""
+    tags: Any
+    """Tag names or ids as read, empty without `data.tags_column`. In `TaggedSentences`: their ids (-100: unknown)."""
     where: str
     """File and line or row."""
     id: str
@@ -65,16 +62,13 @@ class Sentence(NamedTuple):
 
 @dataclass(frozen=True)
 class TaggedSentences(Divided[Sentence]):
-    """Sentences in memory, with the ids of their tags (-100: unknown)."""
+    """Sentences in memory, with the ids of their tags."""
 
     scheme: LabelScheme
-    train_tags: Tags
-    eval_tags: Tags
-
-    @property
-    def num_train_of_label(self) -> dict[str, int]:
-        """Return the number of training words per tag."""
-        return self.scheme.counts(np.concatenate(self.train_tags))
+    num_train_of_label: dict[str, int]
+    """Number of training words per tag."""
+    most_words: int
+    """Number of words in the longest evaluation sentence."""
 
 
 def load_sentences(recipe: Recipe, known_names: tuple[str, ...] | None) -> TaggedSentences:
@@ -95,7 +89,15 @@ def load_sentences(recipe: Recipe, known_names: tuple[str, ...] | None) -> Tagge
         evaluation = read_sentences(eval_sources, data, key="data.eval", notes=notes)
         notes += repeated_texts(train, evaluation, data) if data.is_labelled else []
     tags = [encode_tags(scheme, side) for side in (train, evaluation or [])]
-    return TaggedSentences(train, evaluation, describe(sources, eval_sources), notes, scheme, *tags)
+    return TaggedSentences(
+        [row._replace(tags=ids) for row, ids in zip(train, tags[0])],
+        evaluation and [row._replace(tags=ids) for row, ids in zip(evaluation, tags[1])],
+        describe(sources, eval_sources),
+        notes,
+        scheme,
+        scheme.counts(np.concatenate(tags[0])),
+        max((len(row.words) for row in evaluation or []), default=1),
+    )
 
 
 def tag_scheme(
@@ -235,7 +237,7 @@ def _position(column: str | None, default: int) -> int:
     return int(column) - 1 if column is not None and column.isdigit() and int(column) else default
 
 
-def encode_tags(scheme: LabelScheme, rows: Sequence[Sentence]) -> Tags:
+def encode_tags(scheme: LabelScheme, rows: Sequence[Sentence]) -> list[NDArray[np.int64]]:
     """Return the ids of each sentence's tags, or -100 if the scheme has no column.
 
     Raises:
@@ -269,7 +271,6 @@ class Sample(NamedTuple):
 
 def tokenize_sentences(
     rows: Sequence[Sentence],
-    tags: Sequence[NDArray[np.int64]],
     tokenizer: "PreTrainedTokenizerBase",
     max_length: int,
     *,
@@ -282,11 +283,11 @@ def tokenize_sentences(
     """
     samples: list[Sample] = []
     encode = plain_encoder(tokenizer, max_length=max_length, return_offsets_mapping=True)
-    for start, part in parts_to_tokenize(rows, _SENTENCES_PER_CALL, "sentences", progress=progress):
+    for _, part in parts_to_tokenize(rows, _SENTENCES_PER_CALL, "sentences", progress=progress):
         encoded = encode([row.key for row in part])
-        for number, (ids, offsets) in enumerate(zip(encoded["input_ids"], encoded["offset_mapping"]), start=start):
-            words, starts = first_tokens(rows[number].places, np.array(offsets, dtype=np.int64).reshape(-1, 2))
-            samples.append(Sample(np.array(ids, dtype=np.int32), starts, words, tags[number][words]))
+        for row, ids, offsets in zip(part, encoded["input_ids"], encoded["offset_mapping"]):
+            words, starts = first_tokens(row.places, np.array(offsets, dtype=np.int64).reshape(-1, 2))
+            samples.append(Sample(np.array(ids, dtype=np.int32), starts, words, row.tags[words]))
     return samples
 
 

@@ -21,7 +21,7 @@ from accel_train.task import Batch, Columns, Facts, Scores, TaskData, Tensors, T
 from accel_train.tasks.common import classification
 from accel_train.tasks.common import text_models as models
 from accel_train.tasks.common.encoder import EncoderTask
-from accel_train.tasks.rows import TextSource, decimals, digest_of_sides, logits_of
+from accel_train.tasks.rows import Kept, TextSource, decimals, logits_of
 from accel_train.tasks.token_classification import data as words
 from accel_train.tasks.token_classification.config import SPEC, TokenClassificationData
 
@@ -53,44 +53,59 @@ class TokenClassification(EncoderTask):
         """
         section = TokenClassificationData.of(recipe.data)
         models.check_model(recipe, self.head)
-        sentences = words.load_sentences(recipe, models.known_names(recipe))
+        known_names = models.known_names(recipe)
+        keep = Kept(recipe, progress, known_names)
+        load = partial(words.load_sentences, recipe, known_names)
+        sentences = keep.rows(load, words.Sentence, words.TaggedSentences)
         names, num_of_label = sentences.scheme.names, sentences.num_train_of_label
         weights = classification.resolve_class_weights(
             recipe.loss.class_weights, np.array(list(num_of_label.values())), names
         )
-        reader = self.reader(recipe, (row.key for row in sentences.train), is_pair=False, scheme=sentences.scheme)
+        texts = keep.words(row.key for row in sentences.train)
+        reader = self.reader(recipe, texts, is_pair=False, scheme=sentences.scheme)
         tokenizer, length = reader.tokenizer, reader.max_length
         models.check_offsets(recipe, tokenizer)
         encode = partial(words.tokenize_sentences, tokenizer=tokenizer, max_length=length, progress=progress)
-        train = encode(sentences.train, sentences.train_tags)
-        evaluation = None if sentences.eval is None else encode(sentences.eval, sentences.eval_tags)
+        kept = keep.samples(
+            tokenizer,
+            length,
+            sentences,
+            encode,
+            words.Sample,
+            names,
+            words.arrays_of,
+            lambda train, evaluation: {
+                "num_targets": sum(int((sample.labels != IGNORED_LABEL).sum()) for sample in train),
+                "notes": [
+                    *_cut(section.of_training("sentences"), sentences.train, train, length),
+                    *_cut("evaluation sentences", sentences.eval or [], evaluation or [], length),
+                ],
+            },
+        )
+        num_targets = kept["num_targets"]
 
         self.names, self.tags = names, entity_tags(names)
         self.loss = classification.ClassLoss(recipe.loss.label_smoothing, weights)
         self.is_labelled = section.is_labelled
-        self.most_words = max((len(row.words) for row in sentences.eval or []), default=1)
-        num_targets = sum(int((sample.labels != IGNORED_LABEL).sum()) for sample in train)
-        self.words_per_sentence = max(1.0, num_targets / len(train))
+        self.most_words = sentences.most_words
+        self.words_per_sentence = max(1.0, num_targets / len(sentences.train))
         kinds = "plain tags" if self.tags is None else f"entities of {len(self.tags.types)} types, told by B-, I- and O"
         return self.task_data(
             recipe,
             reader,
             sentences,
-            train=train,
-            evaluation=evaluation,
-            lengths=np.array([len(sample.ids) for sample in train]),
+            train=kept["train"],
+            evaluation=kept["eval"],
+            lengths=kept["lengths"],
             collate=words.collate_sentences,
-            fingerprint=digest_of_sides(names, (train, evaluation), words.arrays_of),
+            fingerprint=kept["fingerprint"],
             source=Source(sentences, tokenizer, reader.config),
             facts=Facts(
                 train_targets=num_targets,
                 label_names=list(names),
                 num_train_of_label=num_of_label,
                 others={"tags": kinds},
-                notes=[
-                    *_cut(section.of_training("sentences"), sentences.train, train, length),
-                    *_cut("evaluation sentences", sentences.eval or [], evaluation or [], length),
-                ],
+                notes=kept["notes"],
             ),
         )
 
@@ -148,9 +163,9 @@ class TokenClassification(EncoderTask):
             for name, known in by_word.items():
                 columns[name].append([*map(known.get, range(len(sentence.words)))])
             if sentence.text is not None:
-                columns["spans"].append(spans_of(sentence.text, sentence.text_places, columns["tags"][-1]))
+                columns["spans"].append(spans_of(sentence.text, sentence.places.tolist(), columns["tags"][-1]))
             if self.is_labelled:
-                columns["true_tags"].append([self.names[tag] for tag in source.rows.eval_tags[index].tolist()])
+                columns["true_tags"].append([self.names[tag] for tag in sentence.tags.tolist()])
         return columns
 
     def baselines(self, data: TaskData) -> dict[str, float]:
@@ -162,18 +177,18 @@ class TokenClassification(EncoderTask):
         if sentences.eval is None:
             return {}
         counts: defaultdict[str, Counter[int]] = defaultdict(Counter)
-        for sentence, tags in zip(sentences.train, sentences.train_tags):
-            for word, tag in zip(sentence.words, tags.tolist()):
+        for sentence in sentences.train:
+            for word, tag in zip(sentence.words, sentence.tags.tolist()):
                 counts[word][tag] += 1
         best = {word: found.most_common(1)[0][0] for word, found in counts.items()}
-        every = int(np.bincount(np.concatenate(sentences.train_tags)).argmax())
+        every = int(np.bincount(np.concatenate([row.tags for row in sentences.train])).argmax())
         answers = [np.array([best.get(word, every) for word in sentence.words]) for sentence in sentences.eval]
         # Words that were cut off are not scored, as for the model.
         kept = [sample.words for sample in cast("list[words.Sample]", data.eval)]
         width = max(1, *map(len, kept))
         labels, predictions = (
             padded([tags[place] for tags, place in zip(side, kept)], width, IGNORED_LABEL)
-            for side in (sentences.eval_tags, answers)
+            for side in ([row.tags for row in sentences.eval], answers)
         )
         totals = {name: count.numpy() for name, count in self._counts(labels, predictions).items()}
         found = self.score(0.0, totals, data).metrics
