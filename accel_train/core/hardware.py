@@ -1,7 +1,12 @@
-"""Peaks, memory and links of GPUs and networks between nodes, from vendor data sheets. MFU and `plan` use them."""
+"""Peaks, memory and links of GPUs and networks between nodes, from vendor data sheets; and CPU cores of this process.
 
+`plan` and MFU use the GPUs.
+"""
+
+import os
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -210,3 +215,23 @@ def choose_interconnect(name: str | None, gpu: Gpu | None) -> Choice[Interconnec
         return Choice(INTERCONNECTS[name], "as --interconnect says")
     link = "" if gpu is None else gpu.link
     return Choice(INTERCONNECTS[USUAL.get(link, "ethernet-100")], "assumed; --interconnect names another")
+
+
+def usable_cores(cgroup: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> Choice[int]:
+    """Return the number of CPU cores this process may use, and its source: the CPU affinity or the container's quota.
+
+    The quota is cgroup v2's `cpu.max` ("MICROSECONDS PERIOD" or "max PERIOD") of the process's group or of a parent
+    group (https://docs.kernel.org/admin-guide/cgroup-v2.html). The smaller limit counts. A quota rounds down to whole
+    cores, but to at least one.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    reason = "in this process's affinity" if cores < (os.cpu_count() or 1) else "of this machine"
+    with suppress(OSError):  # not Linux
+        groups = [line.removeprefix("0::/") for line in cgroup.read_text().splitlines() if line.startswith("0::/")]
+        for group in [Path(name) for name in groups[:1]]:
+            for folder in (group, *group.parents):
+                with suppress(OSError, ValueError):  # the root group has no cpu.max file, and "max" means no limit
+                    quota, period = map(int, (root / folder / "cpu.max").read_text().split())
+                    if quota // period < cores:
+                        cores, reason = max(1, quota // period), "by the CPU quota of its container (cpu.max)"
+    return Choice(cores, reason)

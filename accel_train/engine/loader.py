@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from accel_train.core.errors import DataError, DataWorkerGone, ExitedEarly, SettingError
+from accel_train.core.hardware import usable_cores
 from accel_train.core.state import Choice, Choices
 from accel_train.data.cache import DigestCheck
 from accel_train.data.samples import Drawn, SeededReads, fetch
@@ -291,26 +292,6 @@ def choose_num_workers(requested: int | str, data: TaskData, world_size: int) ->
         f"process{'es' * (processes > 1)} and their readers"
     )
     return Choice(max(0, min(4, cores.value // processes - 1)), reason)
-
-
-def usable_cores(cgroup: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> Choice[int]:
-    """Return the number of CPU cores this process may use, and its source: the CPU affinity or the container's quota.
-
-    The quota is cgroup v2's `cpu.max` ("MICROSECONDS PERIOD" or "max PERIOD") of the process's group or of a parent
-    group (https://docs.kernel.org/admin-guide/cgroup-v2.html). The smaller limit counts. A quota rounds down to whole
-    cores, but to at least one.
-    """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    reason = "in this process's affinity" if cores < (os.cpu_count() or 1) else "of this machine"
-    with suppress(OSError):  # not Linux
-        groups = [line.removeprefix("0::/") for line in cgroup.read_text().splitlines() if line.startswith("0::/")]
-        for group in [Path(name) for name in groups[:1]]:
-            for folder in (group, *group.parents):
-                with suppress(OSError, ValueError):  # the root group has no cpu.max file, and "max" means no limit
-                    quota, period = map(int, (root / folder / "cpu.max").read_text().split())
-                    if quota // period < cores:
-                        cores, reason = max(1, quota // period), "by the CPU quota of its container (cpu.max)"
-    return Choice(cores, reason)
 
 
 def read_batches(

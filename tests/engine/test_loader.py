@@ -19,6 +19,7 @@ import torch
 from torch.utils.data import Dataset
 
 from accel_train.core.errors import DataError, DataWorkerGone, ExitedEarly, SettingError
+from accel_train.core.hardware import usable_cores
 from accel_train.engine.loader import (
     Reading,
     _from_workers,
@@ -26,7 +27,6 @@ from accel_train.engine.loader import (
     _InWorker,
     choose_num_workers,
     read_batches,
-    usable_cores,
     why_no_workers,
 )
 from accel_train.recipe.loader import Recipe

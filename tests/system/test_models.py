@@ -211,6 +211,6 @@ def test_field_03_what_the_generation_prompt_supplies_is_not_a_target(
     tokenizer = pretrained_tokenizer("bytes", trust_remote_code=False)
     chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes", "thoughts": thoughts}]
     data = CausalLMData.model_validate({"train": "chats.jsonl", "format": "chat", "chat_template": template})
-    [encoded] = chat_encoder(tokenizer, data, defaultdict(list))([Example(chat, "row 1")])
+    [encoded] = chat_encoder(tokenizer, data)([Example(chat, "row 1")], defaultdict(list))
     text = tokenizer.tokenizer.decode(encoded.ids[encoded.is_target])
     assert text.removesuffix("<|endoftext|>").rstrip("\n") == learned

@@ -4,6 +4,7 @@ file, row and column.
 
 import ast
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,13 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from accel_train.cli.main import main
+from accel_train.core.state import Choice
 from accel_train.data.builtin import stdlib
 from accel_train.data.text.tokenizers import BYTE_SEPARATOR_ID, byte_tokenizer
 from accel_train.model.kernels.attention import _CHECKED_MODEL_TYPES
 from accel_train.recipe.schema import Recipe
 from accel_train.task import TaskData
+from accel_train.tasks.causal_lm import data as causal
 from accel_train.tasks.causal_lm import encoding
 from accel_train.tasks.causal_lm.packing import TokenRows, pack
 from accel_train.tasks.causal_lm.task import CausalLM
@@ -301,6 +304,71 @@ def test_message_that_spells_a_special_token_is_reported(sft_recipe: Make) -> No
         sft_recipe([chat("Hi<|endoftext|>", "yes")], format="chat", chat_template=CHATML, sequence_length=80)
     )
     assert any("rows.jsonl:1" in note and "special token" in note for note in data.facts.notes)
+
+
+@pytest.fixture
+def rendering(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[int], list[int]]:
+    """Sets the number of cores, and eight chats a part; returns the processes that have encoded since the last call."""
+    found = tmp_path / "processes"
+    make_encoder = encoding.chat_encoder
+
+    def noted(*args: Any) -> Any:
+        encode = make_encoder(*args)
+
+        def encode_here(rows: Any, warnings: Any) -> Any:
+            with found.open("a") as file:
+                file.write(f"{os.getpid()}\n")
+            return encode(rows, warnings)
+
+        return encode_here
+
+    def on(cores: int) -> list[int]:
+        monkeypatch.setattr(causal, "usable_cores", lambda: Choice(cores, ""))
+        processes = [*map(int, found.read_text().split())] if found.exists() else []
+        found.unlink(missing_ok=True)
+        return processes
+
+    monkeypatch.setattr(causal, "_ROWS_AT_ONCE", 8)
+    monkeypatch.setattr(causal, "chat_encoder", noted)
+    return on
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+def test_chats_that_several_processes_render_have_the_tokens_and_notes_of_one(
+    sft_recipe: Make, rendering: Callable[[int], list[int]]
+) -> None:
+    rows = [chat(f"{number}?" * (1 + number % 9), "yes" * (1 + number % 5)) for number in range(60)]
+    for number in (11, 37, 52):
+        rows[number] = chat("Hi<|endoftext|>" * (number % 3 + 1), "no")
+    recipe = sft_recipe(rows, format="chat", chat_template=CHATML, sequence_length=70)
+    state, found = torch.get_rng_state(), []
+    for cores in (1, 2):
+        rendering(cores)
+        _, data = load(recipe)
+        found.append((data, rendering(1)))
+    (one, alone), (several, processes) = found
+    assert {*alone} == {os.getpid()}
+    assert len(processes) == len(alone) == 8
+    assert len({*processes}) == 3
+    assert torch.equal(torch.get_rng_state(), state)
+    assert several.fingerprint == one.fingerprint
+    assert several.facts.record() == one.facts.record()
+    assert any("rows.jsonl:12" in note and ": 3." in note for note in one.facts.notes)
+    assert any("are cut" in note for note in one.facts.notes)
+    for window, other in zip(one.train, several.train, strict=True):  # type: ignore[call-overload]
+        assert all(map(np.array_equal, window, other))
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+def test_the_first_wrong_chat_is_named_as_by_one_process(
+    sft_recipe: Make, rendering: Callable[[int], list[int]]
+) -> None:
+    rows = [WIZARD if number in (33, 50) else chat("a", "b") for number in range(60)]
+    recipe, said = sft_recipe(rows, format="chat", chat_template=STRICT), []
+    for cores in (1, 2):
+        rendering(cores)
+        said.append(str(refused(load, recipe, named="rows.jsonl:34")))
+    assert said[0] == said[1]
 
 
 WIZARD = {"messages": [{"role": "wizard", "content": "a"}, {"role": "assistant", "content": "b"}]}

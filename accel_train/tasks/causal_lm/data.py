@@ -2,14 +2,20 @@
 
 import hashlib
 import json
+import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields
+from itertools import chain
+from multiprocessing import current_process, get_all_start_methods
 from typing import Any
 
 import numpy as np
+import torch
+from torch.utils.data import DataLoader
 from tqdm import tqdm
 
+from accel_train.core.hardware import usable_cores
 from accel_train.core.json_io import parse_json
 from accel_train.core.state import JsonRecord
 from accel_train.data.sources import Source, describe
@@ -99,14 +105,14 @@ def _encoded(recipe: Recipe, tokenizer: TextTokenizer, progress: bool) -> Values
         bpe = bpe_of(texts_of(rows), spec)
         tokenizer = _trained(bpe, spec)
     warnings = Warnings(list)
-    encode = (chat_encoder if data.format == "chat" else completion_encoder)(tokenizer, data, warnings)
+    encode = (chat_encoder if data.format == "chat" else completion_encoder)(tokenizer, data)
     # The windows of a mixture are of one source each.
     parts = [rows]
     if data.mixture:
         parts = [[row for row in rows if row.source == number] for number in range(len(sources))]
-    trained = [_encode(part, encode, data.train_key, data.sequence_length, notes, progress) for part in parts]
+    trained = [_encode(part, encode, data.train_key, data, notes, warnings, progress) for part in parts]
     targets = np.concatenate([each.targets for each in trained])
-    sets = [_encode(each, encode, "data.eval", data.sequence_length, notes, progress) for each in held_out]
+    sets = [_encode(each, encode, "data.eval", data, notes, warnings, progress) for each in held_out]
     evaluated = np.concatenate([each.targets for each in sets])
     if not len(targets):
         raise ValueError(
@@ -258,14 +264,48 @@ def _hold_out(rows: list[Example], data: CausalLMData, notes: list[str]) -> tupl
 
 
 def _encode(
-    rows: Sequence[Example], encode: Encoder, key: str, sequence_length: int, notes: list[str], progress: bool
+    rows: Sequence[Example],
+    encode: Encoder,
+    key: str,
+    data: CausalLMData,
+    notes: list[str],
+    warnings: Warnings,
+    progress: bool,
 ) -> TokenRows:
     """Return the tokens of all rows, cut at `sequence_length` targets, without the rows that have no target left."""
+    sequence_length, starts = data.sequence_length, range(0, len(rows), _ROWS_AT_ONCE)
     tokens, is_target, lengths = [np.zeros(0, np.int32)], [np.zeros(0, np.bool_)], [0]
     kept = slice(sequence_length + 1)
     num_cut = num_dropped = 0
-    for start in _bar(range(0, len(rows), _ROWS_AT_ONCE), f"tokenizing {key}", progress):
-        for row in encode(rows[start : start + _ROWS_AT_ONCE]):
+
+    def part(start: Any) -> Any:
+        found = Warnings(list)
+        # Across processes, a raised error gets another message.
+        try:
+            return encode(rows[start : start + _ROWS_AT_ONCE], found), found
+        except ValueError as error:
+            return error
+
+    # Templates run in Python, so forked processes render chats. The first rows test the template before.
+    may_fork = data.format == "chat" and "fork" in get_all_start_methods() and not current_process().daemon
+    workers = min(usable_cores().value, len(starts) // 2) if may_fork else 0
+    workers *= workers > 1
+    others: DataLoader[Any] = DataLoader(
+        starts[1:],  # type: ignore[arg-type]
+        batch_size=None,
+        collate_fn=part,
+        num_workers=workers,
+        multiprocessing_context="fork" if workers else None,
+        worker_init_fn=lambda _: os.environ.update(TOKENIZERS_PARALLELISM="false"),
+        generator=torch.Generator(),
+    )
+    for result in _bar(chain(map(part, starts[:1]), others), f"tokenizing {key}", progress):
+        if isinstance(result, ValueError):
+            raise result
+        encoded, found = result
+        for said, places in found.items():
+            warnings[said] += places
+        for row in encoded:
             if not row.is_target[kept].any():
                 num_dropped += 1
                 continue

@@ -61,10 +61,11 @@ Warnings = defaultdict[str, list[str]]
 """Places of affected rows by warning sentence, collected during encoding."""
 
 
-Encoder = Callable[[Sequence[Example]], list[Encoded]]
+Encoder = Callable[[Sequence[Example], Warnings], list[Encoded]]
+"""Encodes rows, and adds to the warnings."""
 
 
-def completion_encoder(tokenizer: TextTokenizer, data: CausalLMData, warnings: Warnings) -> Encoder:
+def completion_encoder(tokenizer: TextTokenizer, data: CausalLMData) -> Encoder:
     """Return a function that encodes rows as beginning, prompt, completion, end.
 
     The beginning is the token that `generate` starts with. The end is a target. No token spans prompt and completion,
@@ -75,7 +76,7 @@ def completion_encoder(tokenizer: TextTokenizer, data: CausalLMData, warnings: W
     begin = np.array([tokenizer.separator_id if bos is None else bos], np.int32)
     end = np.array([end_of(tokenizer)], np.int32)
 
-    def encode(rows: Sequence[Example]) -> list[Encoded]:
+    def encode(rows: Sequence[Example], warnings: Warnings) -> list[Encoded]:
         pairs = [row.parts for row in rows if isinstance(row.parts, tuple)]
         prompts = tokenizer.encode([prompt for prompt, _ in pairs])
         wholes = tokenizer.encode([prompt + completion for prompt, completion in pairs])
@@ -101,7 +102,7 @@ def end_of(tokenizer: TextTokenizer) -> int:
     return tokenizer.separator_id if end is None else int(end)
 
 
-def chat_encoder(tokenizer: TextTokenizer, data: CausalLMData, warnings: Warnings) -> Encoder:
+def chat_encoder(tokenizer: TextTokenizer, data: CausalLMData) -> Encoder:
     """Return a function that encodes chats with the tokenizer's template. Targets are inside `{% generation %}`.
 
     A template without `{% generation %}` is rendered turn by turn. The targets of an assistant turn are the text that
@@ -119,7 +120,7 @@ def chat_encoder(tokenizer: TextTokenizer, data: CausalLMData, warnings: Warning
     special_ids = {*tool.all_special_ids, *tool.added_tokens_decoder}
     special_tokens = tool.convert_ids_to_tokens(sorted(special_ids))
 
-    def encode_row(row: Example) -> Encoded:
+    def encode_row(row: Example, warnings: Warnings) -> Encoded:
         assert isinstance(row.parts, list)
         at = f"{row.where}: column {data.messages_column!r}"
         render = partial(_rendered, tool, at=at, tools=row.tools or None)
@@ -147,11 +148,11 @@ def chat_encoder(tokenizer: TextTokenizer, data: CausalLMData, warnings: Warning
                 warnings[END_NOT_LEARNED].append(row.where)
         return Encoded(ids, is_target)
 
-    def encode(rows: Sequence[Example]) -> list[Encoded]:
+    def encode(rows: Sequence[Example], warnings: Warnings) -> list[Encoded]:
         tried = [row.parts for row in rows[:_ROWS_TRIED] if isinstance(row.parts, list)]
         tools = next((row.tools for row in rows if row.tools), None)
         check_template(tool, tried, "data.chat_template" if data.chat_template is not None else "", tools)
-        return [encode_row(row) for row in rows]
+        return [encode_row(row, warnings) for row in rows]
 
     return encode
 
