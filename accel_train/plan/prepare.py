@@ -46,7 +46,8 @@ def prepare(recipe: Recipe, *, progress: bool = False) -> list[Part]:
     data = read_data(task, recipe, progress=progress)
     if data.shards is not None:
         data.facts.reused = not data.shards.count(progress)
-        data.facts.train_tokens = data.shards.num_tokens
+        if data.facts.train_tokens is not None:
+            data.facts.train_tokens = data.shards.num_tokens
     parts.append(_samples(recipe, data, since))
     change_model(recipe, task, build_without_weights(recipe, task, data))
     pretrained, tokenizer = recipe.model.pretrained, recipe.tokenizer_in_use
@@ -80,15 +81,16 @@ def _data_sets(recipe: Recipe, since: float) -> Iterator[Part]:
 
 
 def _samples(recipe: Recipe, data: TaskData, since: float) -> Part:
-    facts = data.facts
+    facts, name = data.facts, "samples"
+    count = f"{len(data.train):,} for training"  # type: ignore[arg-type]
     if facts.train_tokens is not None:
-        about = f"{facts.train_tokens:,} for training, {facts.eval_tokens:,} for evaluation"
+        name, count = "tokens", f"{facts.train_tokens:,} for training, {facts.eval_tokens:,} for evaluation"
         if facts.cache_folder is None:
-            return Part("tokens", f"{about}; files are read in place: nothing to prepare", None, 0, True)
+            return Part(name, f"{count}; files are read in place: nothing to prepare", None, 0, True)
+    if facts.cache_folder is not None:
         folder = Path(facts.cache_folder)
         num_bytes = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-        return Part("tokens", about, folder, num_bytes, facts.reused)
-    count = f"{len(data.train):,} for training"  # type: ignore[arg-type]
+        return Part(name, count, folder, num_bytes, facts.reused)
     if targets_of(recipe.task, "pixels") not in ("images", "pixels"):
         return Part("samples", f"{count}; a start encodes rows, and keeps them from 1 MiB on", None, 0, True)
     if ".parquet" in f"{recipe.data.train} {recipe.data.eval}":

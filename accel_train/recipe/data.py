@@ -361,9 +361,9 @@ class WindowData(Data):
     sequence_length: Annotated[int, Field(ge=2, le=LARGEST_COUNT)] = 1024
     """Number of tokens that a sample reads. The targets are the next token at each position."""
     order: Literal["auto", "shuffled", "blocks"] = "auto"
-    """Order of the samples of text. shuffled: all samples, once all text is tokenized. blocks: text is tokenized while
+    """Order of the samples. shuffled: all samples, once everything is tokenized. blocks: data is tokenized while
     the run trains, in shards of 1 MiB. Shards in random order form blocks of 8 MiB at first, and 256 MiB later, and
-    samples are shuffled within a block. auto: blocks for more than 32 MiB of text.
+    samples are shuffled within a block. auto: blocks for more than 32 MiB of text, or 1 GiB of fine-tuning rows.
     """
 
     @property

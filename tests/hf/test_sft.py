@@ -345,7 +345,9 @@ def test_raw_rows_are_evaluated_and_predicted_as_the_prepared_ones(tmp_path: Pat
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RESUMED)
-def test_a_killed_run_resumes_with_the_losses_and_weights_of_one_without_a_stop(name: str, tmp_path: Path) -> None:
+def test_a_killed_run_resumes_with_the_losses_and_weights_of_one_without_a_stop(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     data, given = RESUMED[name]
     whole = made(SFTTrainer, tmp_path / "whole", data, **given)
     whole.train()
@@ -354,6 +356,7 @@ def test_a_killed_run_resumes_with_the_losses_and_weights_of_one_without_a_stop(
     assert not (tmp_path / "run/model").exists()
     second = made(SFTTrainer, tmp_path / "run", data, **given)
     second.train(resume_from_checkpoint=True)
+    assert ("train_dataset is read in order: reading" in capsys.readouterr().out) == name.startswith("streamed")
     assert len(losses(whole)) == 10
     assert losses(second) == losses(whole)
     weights = dict(second.model.named_parameters())

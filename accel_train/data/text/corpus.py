@@ -16,15 +16,16 @@ from tqdm import tqdm
 
 from accel_train.core.errors import setting_error
 from accel_train.core.files import digest64, publish_folder
-from accel_train.core.format import format_bytes, format_count
+from accel_train.core.format import format_count
 from accel_train.core.json_io import json_digest
 from accel_train.core.state import JsonRecord
 from accel_train.data import cache
-from accel_train.data.sources import Source, companions_of, describe, file_kind, files_of, holds_tokens, num_bytes_of
+from accel_train.data.sources import Source, companions_of, describe, file_kind, files_of, holds_tokens
 from accel_train.data.tables import resolve_both
 from accel_train.data.text.documents import Split, choose_split, cut_text
 from accel_train.data.text.encode import Counts, Writers, byte_bar, texts_of, write_tokens
 from accel_train.data.text.fast_ids import encode_ahead
+from accel_train.data.text.sharded_rows import choose_blocks
 from accel_train.data.text.shards import SHARD_BYTES, SHUFFLED_UP_TO_BYTES, Cut, ShardedWindows, Shards, cut
 from accel_train.data.text.token_files import (
     OTHER_TOKENIZER,
@@ -133,12 +134,9 @@ def prepare_text(recipe: Recipe, *, progress: bool) -> TextCorpus:
         tqdm.write(note, file=sys.stderr)
     corpus = _open(recipe, inputs, folder, meta, built, notes)
     if isinstance(corpus.train, ShardedWindows):
-        ending = {at for at, each in enumerate(inputs.data.mixture) if each.max_epochs}
-        counts_all = recipe.schedule.max_steps is None
-        if counts_all or ending:
-            corpus.train.count(progress, None if counts_all else ending)
-            corpus.facts.train_tokens = corpus.train.num_tokens
-        if not counts_all:
+        counted = corpus.train.count_needed(recipe, progress)
+        corpus.facts.train_tokens = corpus.train.num_tokens
+        if not counted:
             corpus.facts.notes.append("the number of tokens to train on is an estimate from the first MiB of a source")
     if not sampled:
         return corpus
@@ -167,20 +165,8 @@ def _inputs(recipe: Recipe, progress: bool) -> Inputs:
 
 def _order(data: WindowData, train: Sequence[Source]) -> tuple[bool, list[str]]:
     """Return whether training text is read in blocks, and a note on a choice by its size."""
-    reasons = {
-        "files of tokens are read where they lie": holds_tokens(train),
-        f"data.last_batch is {data.last_batch}": data.last_batch != "carry",
-    }
-    reason = next((why for why, holds in reasons.items() if holds), None)
-    if data.order != "auto":
-        if data.order == "blocks" and reason:
-            raise setting_error("data.order", "blocks", f"{reason}. Set data.order: shuffled")
-        return data.order == "blocks", []
-    num_bytes = sum(map(num_bytes_of, train))
-    if reason or num_bytes <= SHUFFLED_UP_TO_BYTES:
-        return False, []
-    size = f"{format_bytes(num_bytes)} of text (more than {format_bytes(SHUFFLED_UP_TO_BYTES)})"
-    return True, [f"data.order: blocks, because of {size}: it is tokenized while the run trains, and read in blocks"]
+    reasons = {"files of tokens are read where they lie": holds_tokens(train)}
+    return choose_blocks(data, train, reasons, SHUFFLED_UP_TO_BYTES)
 
 
 def _token_files(sources: Sequence[Source]) -> list[Path]:
@@ -287,7 +273,8 @@ def _open(
             split = Split(**{**meta["split"], "hashes": frozenset(meta["split"]["hashes"])})
             dtype = np.dtype(meta["dtype"])
             shards = Shards(folder / "shards", inputs.cut, inputs.data, tokenizer, split, dtype)
-            return ShardedWindows(shards, length, [end - begin for begin, end in pairwise([0, *(ends or [number])])])
+            sizes = [-(-(end - begin - 1) // length) for begin, end in pairwise([0, *(ends or [number])])]
+            return ShardedWindows(shards, length, sizes)
         if holds_tokens(sources):
             tokens = replace(read_layouts(files_of(sources)).cut(start, start + number), remedy=f"; {OTHER_TOKENIZER}")
         else:

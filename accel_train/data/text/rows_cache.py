@@ -35,7 +35,7 @@ LEAST_BYTES = 1 << 20
 
 # Part of every key. Raise it when the same rows would be encoded or stored in another way.
 _FORMAT = 1
-_READ_LATER = {"cache_dir", "num_workers", "pin_memory", "shuffle", "group_by_length", "last_batch"}
+READ_LATER = {"cache_dir", "num_workers", "pin_memory", "shuffle", "group_by_length", "last_batch"}
 """Settings that do not determine the encoding."""
 
 Values = dict[str, Any]
@@ -53,8 +53,10 @@ _UNUSABLE = (OSError, NotImplementedError, arrow.ArrowException)
 """Errors of a folder without space, without permission, or without locks, and of tables that are too large."""
 
 
-def open_rows(data: Data, progress: bool) -> Keep:
+def open_rows(data: Data, progress: bool, sampled: bool = False) -> Keep:
     """Return the function that keeps the rows of a recipe: training data from `LEAST_BYTES` on.
+
+    Files are known by their digests, or by samples of them with `sampled`.
 
     Raises:
         ValueError: as for `resolve_both`.
@@ -77,9 +79,10 @@ def open_rows(data: Data, progress: bool) -> Keep:
             stamps = [*map(cache.stamp_of, files)]
             # Names of files are part of names of rows and of notes.
             names = [(source.name, source.notes, source.dataset and source.dataset._fingerprint) for source in sources]
-            settings = data.model_dump(mode="json", exclude=_READ_LATER)
+            settings = data.model_dump(mode="json", exclude=READ_LATER)
             versions = [_FORMAT, __version__, *map(version, ("tokenizers", "transformers"))]
-            determined = [versions, settings, names, files, cache.file_digests(files, root, lambda _: None)]
+            digests = map(cache.sample_digest, files) if sampled else cache.file_digests(files, root, lambda _: None)
+            determined = [versions, settings, names, files, *digests]
         except _UNUSABLE as error:
             say(f"not kept ({error})")
 

@@ -36,6 +36,7 @@ from accel_train.data.text.fast_ids import faster_encoder
 from accel_train.data.text.tokenizers import TextTokenizer, TokenIds, encode_bytes
 from accel_train.data.text.tokens import ShardWriter, TokenStream, WindowDataset
 from accel_train.recipe.data import WindowData
+from accel_train.recipe.schema import Recipe
 
 SHARD_BYTES = 1 << 20
 SAMPLE_BYTES = 64 << 20
@@ -47,7 +48,8 @@ WINDOW_BITS = 32
 
 _DIGEST_BYTES = 32
 _MOST_OPEN = 1024
-_SHOWN = 16
+SHOWN = 16
+"""Shards of which people see some samples."""
 _POLL_SECONDS = 0.02
 _WHOLE = -1
 _CUT = {"text", "jsonl"}
@@ -190,7 +192,12 @@ class Shards:
         return (self.path(number).stat().st_size - _DIGEST_BYTES) // self.dtype.itemsize
 
     def stream(self, number: int) -> TokenStream:
-        """Return the tokens of a shard. One that differs from its digest is made again.
+        """Return the tokens of a shard, as `content` does."""
+        self.content(number)
+        return TokenStream.of(self.path(number), self.dtype, self.num_tokens(number))
+
+    def content(self, number: int) -> NDArray[np.uint8]:
+        """Return what a shard holds, memory-mapped. One that differs from its digest is made again.
 
         Raises:
             DataError: as for `make`.
@@ -198,25 +205,27 @@ class Shards:
         path = self.path(number)
         for _ in range(2):
             self.make_all([number])
-            content = np.memmap(path, np.uint8, mode="r")
-            tokens = content[:-_DIGEST_BYTES]
-            if hashlib.sha256(tokens.data).digest() == content[-_DIGEST_BYTES:].tobytes():
-                return TokenStream.of(path, self.dtype, self.num_tokens(number))
+            found = np.memmap(path, np.uint8, mode="r")
+            if hashlib.sha256(found[:-_DIGEST_BYTES].data).digest() == found[-_DIGEST_BYTES:].tobytes():
+                return found[:-_DIGEST_BYTES]
             path.unlink(missing_ok=True)
         raise DataError(f"{path} does not keep what is written to it. Name another data.cache_dir")
 
     def _make(self, number: int, path: Path) -> None:
         sources, building = list(self.cut.sources_of(number)), path.with_suffix(".building")
         stamps = [*map(cache.stamp_of, files_of(sources))]
-        with ShardWriter(building, self.dtype, self.tokenizer.vocab_size) as writer:
-            texts = texts_of(sources, self.data, "", shown=False)
-            write_tokens(texts, self.split, self.tokenizer.separator_id, (writer, None), Counts(), self._encode_all)
+        self._write(sources, building)
         if stamps != [*map(cache.stamp_of, files_of(sources))]:
             raise ValueError(f"{sources[0].files[0]} changed while it was tokenized. Start again")
         with building.open("ab") as file:
             file.write(hashlib.sha256(building.read_bytes()).digest())
         sync(building)
         os.replace(building, path)
+
+    def _write(self, sources: Sequence[Source], building: Path) -> None:
+        with ShardWriter(building, self.dtype, self.tokenizer.vocab_size) as writer:
+            texts = texts_of(sources, self.data, "", shown=False)
+            write_tokens(texts, self.split, self.tokenizer.separator_id, (writer, None), Counts(), self._encode_all)
 
     def _encode_all(self, batches: Iterable[list[Chunk]]) -> Iterator[tuple[list[Chunk], list[TokenIds]]]:
         for batch in batches:
@@ -242,24 +251,22 @@ def sharded(windows: Any) -> dict[str, Any]:
 class ShardedWindows(Dataset[NDArray[np.int64]]):
     """Windows as in `WindowDataset`, each within one shard. Window i of shard s is sample s << 32 | i."""
 
-    marks_documents = False
-
-    def __init__(self, shards: Shards, sequence_length: int, tokens: list[int]) -> None:
-        """Take windows of the shards. `tokens` estimates the number of tokens in each of the spans of shards."""
-        self.shards, self.sequence_length, self.tokens = shards, sequence_length, tokens
-        self._opened: dict[int, TokenStream] = {}
+    def __init__(self, shards: Shards, sequence_length: int, sizes: list[int]) -> None:
+        """Take windows of the shards. `sizes` estimates the number of windows in each of the spans of shards."""
+        self.shards, self.sequence_length, self.sizes = shards, sequence_length, sizes
+        self._opened: dict[int, Any] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_opened": {}}
 
     def __len__(self) -> int:
         """Return the number of windows: an estimate, until `count` has counted them."""
-        return max(1, self.num_tokens // self.sequence_length)
+        return max(1, sum(self.sizes))
 
     @property
     def num_tokens(self) -> int:
         """Number of tokens, as exact as the number of windows."""
-        return sum(self.tokens)
+        return sum(self.sizes) * self.sequence_length
 
     @property
     def samples_by_source(self) -> tuple[range, ...]:
@@ -267,8 +274,15 @@ class ShardedWindows(Dataset[NDArray[np.int64]]):
         if not self.shards.cut.by_source:
             return ()
         firsts = [span.start << WINDOW_BITS for span in self.shards.cut.spans]
-        sizes = [-(-(num_tokens - 1) // self.sequence_length) for num_tokens in self.tokens]
-        return tuple(range(first, first + size) for first, size in zip(firsts, sizes, strict=True))
+        return tuple(range(first, first + size) for first, size in zip(firsts, self.sizes, strict=True))
+
+    def count_needed(self, recipe: Recipe, progress: bool) -> bool:
+        """Count what a run needs: all without `max_steps`, or the sources that end. Return whether all are counted."""
+        ending = {at for at, each in enumerate(recipe.data.mixture) if each.max_epochs}
+        counts_all = recipe.schedule.max_steps is None
+        if counts_all or ending:
+            self.count(progress, None if counts_all else ending)
+        return counts_all
 
     def count(self, progress: bool, spans: Collection[int] | None = None) -> bool:
         """Make all shards, or those of some spans, so that their number of windows is exact.
@@ -287,7 +301,7 @@ class ShardedWindows(Dataset[NDArray[np.int64]]):
                 threads.shutdown(cancel_futures=True)
                 raise
         for at, span in counted.items():
-            self.tokens[at] = int(self.counts(np.array(span)).sum()) * self.sequence_length
+            self.sizes[at] = int(self.counts(np.array(span)).sum())
         return bool(missing)
 
     def first_sample(self) -> int:
@@ -326,13 +340,17 @@ class ShardedWindows(Dataset[NDArray[np.int64]]):
     def first(self) -> WindowDataset:
         """Return the windows of some shards at equal distances."""
         count = len(self.shards.cut)
-        stream = TokenStream.join([self.shards.stream(number) for number in range(0, count, -(-count // _SHOWN))])
+        stream = TokenStream.join([self.shards.stream(number) for number in range(0, count, -(-count // SHOWN))])
         return WindowDataset(stream, sequence_length=self.sequence_length)
 
     def _windows(self, number: int) -> WindowDataset:
+        vocab_size = self.shards.tokenizer.vocab_size
+        return WindowDataset(self.opened(number), sequence_length=self.sequence_length, vocab_size=vocab_size)
+
+    def opened(self, number: int) -> Any:
+        """Return what `Shards.stream` returns for a shard, and keep it."""
         if number not in self._opened:
             if len(self._opened) == _MOST_OPEN:
                 self._opened.clear()
             self._opened[number] = self.shards.stream(number)
-        vocab_size = self.shards.tokenizer.vocab_size
-        return WindowDataset(self._opened[number], sequence_length=self.sequence_length, vocab_size=vocab_size)
+        return self._opened[number]

@@ -122,14 +122,17 @@ def tokenizer_of(data: TaskData) -> Any:
 
 def _rows(samples: Any, tokenizer: Any) -> list[Row] | None:
     """Return the documents of windows of a text, or the fine-tuning rows of packed windows; None for other samples."""
-    parts = parts_of(samples)
-    found = [stream for each in parts for stream in parts_of(getattr(each, "windows", each))]
-    found = [each.first() if isinstance(each, ShardedWindows) else each for each in found]
+    parts = [part for each in parts_of(samples) for part in parts_of(_opened(each))]
+    found = [_opened(stream) for each in parts for stream in parts_of(getattr(each, "windows", each))]
     if streams := [each for each in found if isinstance(each, WindowDataset)]:
         return [row for each in streams for row in _documents(each, tokenizer, MOST_TOKENS // len(streams))]
     packed = [each.rows for each in parts if hasattr(each, "rows")]
     spans = [(rows, slice(*each)) for rows in packed for each in pairwise(rows.starts)]
     return [Row(rows.tokens[span], rows.is_target[span]) for rows, span in spans] if packed else None
+
+
+def _opened(samples: Any) -> Any:
+    return samples.first() if isinstance(samples, ShardedWindows) else samples
 
 
 def _documents(stream: WindowDataset, tokenizer: Any, most_tokens: int) -> list[Row]:

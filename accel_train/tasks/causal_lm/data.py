@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields
+from functools import partial
 from itertools import chain
 from multiprocessing import current_process, get_all_start_methods
 from typing import Any
@@ -15,14 +16,19 @@ import torch
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
+from accel_train.core.files import digest64
 from accel_train.core.hardware import usable_cores
-from accel_train.core.json_io import parse_json
+from accel_train.core.json_io import json_digest, parse_json
 from accel_train.core.state import JsonRecord
-from accel_train.data.sources import Source, describe
+from accel_train.core.version import __version__
+from accel_train.data import cache
+from accel_train.data.sources import Source, describe, files_of
 from accel_train.data.tables import Row, check_text, column_names, read_rows, resolve_both, show_cell, text_cell
 from accel_train.data.text.corpus import Corpus
-from accel_train.data.text.documents import divide_rows
-from accel_train.data.text.rows_cache import Values, bpe_of, contents_of, open_rows
+from accel_train.data.text.documents import Split, divide_rows
+from accel_train.data.text.rows_cache import READ_LATER, Values, bpe_of, contents_of, open_rows
+from accel_train.data.text.sharded_rows import ROWS_AT_ONCE_UP_TO_BYTES, Arrays, RowShards, choose_blocks
+from accel_train.data.text.shards import SHARD_BYTES, Cut, cut
 from accel_train.data.text.tokenizers import KeptBPE, TextTokenizer, prepare_tokenizer, pretrained_tokenizer, train_bpe
 from accel_train.data.text.tokens import Tokens, joined
 from accel_train.recipe.data import Data, TrainedTokenizer
@@ -46,7 +52,8 @@ _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "function_call": "assist
 _MEANINGFUL = ("tools", "label", "chosen", "rejected", "system", "input", "context", "history")
 """Columns that change the meaning of a row of chats or prompts. A note lists those that are not read."""
 
-RowCorpus = Corpus[TokenRows]
+RowCorpus = Corpus[Any]
+"""Training rows are `RowShards` or, like evaluation rows, `TokenRows` or several of them."""
 
 
 def prepare_rows(recipe: Recipe, *, progress: bool) -> RowCorpus:
@@ -58,13 +65,16 @@ def prepare_rows(recipe: Recipe, *, progress: bool) -> RowCorpus:
         ValueError: a source, row, tokenizer or chat template is wrong, or no training row is left.
     """
     data, spec = CausalLMData.of(recipe.data), recipe.tokenizer_in_use
-    keep = open_rows(data, progress)
+    whole, note = _cut(data)
+    keep = open_rows(data, progress, sampled=whole is not None)
     name = "bytes" if isinstance(spec, TrainedTokenizer) else spec
     tokenizer = pretrained_tokenizer(name, trust_remote_code=recipe.model.trust_remote_code)
     template = chat_template(tokenizer.tokenizer, data) if data.format == "chat" else ""
     today = time.strftime("%x") if "strftime_now" in template else ""
     kept = keep(
-        [contents_of(tokenizer.tokenizer), spec, template, today], lambda: _encoded(recipe, tokenizer, progress), tuple
+        [contents_of(tokenizer.tokenizer), spec, template, today],
+        lambda: _encoded(recipe, tokenizer, whole, progress),
+        tuple,
     )
     if isinstance(spec, TrainedTokenizer):
         tokenizer = _trained(kept, spec)
@@ -77,22 +87,59 @@ def prepare_rows(recipe: Recipe, *, progress: bool) -> RowCorpus:
         parts = ([kept[f"{side}_{number}_{each.name}"] for each in fields(TokenRows)] for number in range(count))
         return joined([TokenRows(*part) for part in parts])
 
-    evaluation = rows_of("eval", max(1, len(data.eval_sets)))
+    evaluation, fingerprint = rows_of("eval", max(1, len(data.eval_sets))), kept["fingerprint"]
+    facts, pins = Facts(**kept["facts"]), dict[Any, Any]()
+    facts.notes += note
+    if whole is None:
+        train = rows_of("train", max(1, len(data.mixture)))
+    else:
+        split = Split(hashes=frozenset(kept["hashes"]), seed=data.split_seed)
+        digests = {file: cache.sample_digest(file) for file in files_of(whole.sources)}
+        names = [source.dataset and source.dataset._fingerprint for source in whole.sources]
+        names += [*digests.values(), tokenizer.digest, template, today]
+        # The first rows tell what other settings change.
+        fingerprint = json_digest([fingerprint, names, SHARD_BYTES])
+        root, settings = cache.cache_folder(data), data.model_dump(mode="json", exclude=READ_LATER)
+        folder = root / json_digest([fingerprint, settings, __version__])[:32] / "shards"
+        encode = partial(_encode_shard, tokenizer, data, split)
+        train = RowShards(folder, whole, data, tokenizer, split, np.dtype(np.int32), encode)
+        facts.cache_folder, pins = str(folder), {file: root / "pinned" / digest for file, digest in digests.items()}
     return Corpus(
-        train=rows_of("train", max(1, len(data.mixture))),
+        train=train,
         eval=evaluation if len(evaluation) else None,
         tokenizer=tokenizer.tokenizer,
         vocab_size=tokenizer.vocab_size,
         separator_id=tokenizer.separator_id,
-        fingerprint=kept["fingerprint"],
-        facts=Facts(**kept["facts"]),
+        fingerprint=fingerprint,
+        facts=facts,
+        large_files=pins,
     )
 
 
-def _encoded(recipe: Recipe, tokenizer: TextTokenizer, progress: bool) -> Values:
+def _cut(data: CausalLMData) -> tuple[Cut | None, list[str]]:
+    """Return the training data in shards, or None if it is not read in blocks, and a note on a choice."""
+    sources = resolve_both(data)[0]
+    reasons = {
+        "rows are read in blocks from jsonl, parquet, and data sets alone": any(
+            source.kind not in ("jsonl", "parquet", None) for source in sources
+        )
+    }
+    is_cut, note = choose_blocks(data, sources, reasons, ROWS_AT_ONCE_UP_TO_BYTES)
+    return cut(sources, data) if is_cut else None, note
+
+
+def _encode_shard(tokenizer: TextTokenizer, data: CausalLMData, split: Split, sources: Sequence[Source]) -> Arrays:
+    rows = [row for row in _examples(sources, data, False) if not split.holds_out(_key(row))]
+    # Their warnings are lost, and those about the first rows are shown.
+    return vars(_encode(rows, _encoder(tokenizer, data), data.train_key, data, [], Warnings(list), False))
+
+
+def _encoded(recipe: Recipe, tokenizer: TextTokenizer, whole: Cut | None, progress: bool) -> Values:
+    """Return the encoded rows. Of data in shards, those for evaluation, and the first ones for training."""
     data, spec = CausalLMData.of(recipe.data), recipe.tokenizer_in_use
     sources, eval_sources, notes = resolve_both(data)
-    rows = _read(sources, data, data.train_key, progress)
+    rows = _read(whole.sample() if whole else sources, data, data.train_key, progress)
+    others, key = rows[:0], f"first rows of {data.train_key}" if whole else data.train_key
     unread = [name for name in column_names(sources[0], data) if name in _MEANINGFUL and name not in columns_of(data)]
     notes += [f"{data.train_key}: columns that are not read: {', '.join(unread)}"] if unread else []
     if eval_sources:
@@ -105,16 +152,16 @@ def _encoded(recipe: Recipe, tokenizer: TextTokenizer, progress: bool) -> Values
         bpe = bpe_of(texts_of(rows), spec)
         tokenizer = _trained(bpe, spec)
     warnings = Warnings(list)
-    encode = (chat_encoder if data.format == "chat" else completion_encoder)(tokenizer, data)
+    encode = _encoder(tokenizer, data)
     # The windows of a mixture are of one source each.
-    parts = [rows]
-    if data.mixture:
+    parts = [rows[:_ROWS_AT_ONCE] if whole else rows]
+    if data.mixture and not whole:
         parts = [[row for row in rows if row.source == number] for number in range(len(sources))]
-    trained = [_encode(part, encode, data.train_key, data, notes, warnings, progress) for part in parts]
+    trained = [_encode(part, encode, key, data, notes, warnings, progress) for part in parts]
     targets = np.concatenate([each.targets for each in trained])
     sets = [_encode(each, encode, "data.eval", data, notes, warnings, progress) for each in held_out]
     evaluated = np.concatenate([each.targets for each in sets])
-    if not len(targets):
+    if not len(targets) and whole is None:
         raise ValueError(
             f"no training row keeps a target: all {len(rows):,} are longer than data.sequence_length="
             f"{data.sequence_length} tokens before their completion begins; raise it"
@@ -123,17 +170,17 @@ def _encoded(recipe: Recipe, tokenizer: TextTokenizer, progress: bool) -> Values
         **bpe,
         **{
             f"{side}_{number}_{name}": array
-            for side, parts in (("train", trained), ("eval", sets))
+            for side, parts in (("train", [] if whole else trained), ("eval", sets))
             for number, part in enumerate(parts)
             for name, array in vars(part).items()
         },
         "fingerprint": _fingerprint(*trained, *sets),
+        "hashes": [digest64(_key(row).encode(), data.split_seed) for row in others] if whole else [],
         "facts": {
             "sources": describe(sources, eval_sources),
-            "train_targets": len(targets),
-            "unigram_perplexity": _unigram_perplexity(targets, evaluated, tokenizer.vocab_size),
+            "unigram_perplexity": None if whole else _unigram_perplexity(targets, evaluated, tokenizer.vocab_size),
             "others": {
-                "num_train_rows": sum(map(len, trained)),
+                "num_train_rows": None if whole else sum(map(len, trained)),
                 "num_eval_rows": sum(map(len, sets)),
                 "eval_targets": len(evaluated),
             },
@@ -146,9 +193,21 @@ def _trained(values: Values, spec: TrainedTokenizer) -> TextTokenizer:
     return prepare_tokenizer(train_bpe(KeptBPE(values["bpe"]), spec.train_bpe.vocab_size))
 
 
-def _read(sources: Sequence[Source], data: CausalLMData, key: str, progress: bool) -> list[Example]:
+def _examples(sources: Sequence[Source], data: CausalLMData, progress: bool) -> Iterator[Example]:
     rows = ((number, row) for number, each in enumerate(sources) for row in read_rows(each, columns_of(data), data))
-    examples = [check_row(row, data)._replace(source=source) for source, row in _bar(rows, "reading rows", progress)]
+    return (check_row(row, data)._replace(source=source) for source, row in _bar(rows, "reading rows", progress))
+
+
+def _encoder(tokenizer: TextTokenizer, data: CausalLMData) -> Encoder:
+    return (chat_encoder if data.format == "chat" else completion_encoder)(tokenizer, data)
+
+
+def _key(row: Example) -> str:
+    return json.dumps(row.parts, sort_keys=True)
+
+
+def _read(sources: Sequence[Source], data: CausalLMData, key: str, progress: bool) -> list[Example]:
+    examples = [*_examples(sources, data, progress)]
     if not examples:
         raise ValueError(f"{key} holds no rows: {describe(sources)}")
     return examples
@@ -254,8 +313,7 @@ def _bar(items: Iterable[Any], title: str, shown: bool) -> Iterator[Any]:
 
 def _hold_out(rows: list[Example], data: CausalLMData, notes: list[str]) -> tuple[list[Example], list[Example]]:
     """Return rows for training and rows for evaluation. Equal rows are on the same side in every run."""
-    texts = [json.dumps(row.parts, sort_keys=True) for row in rows]
-    train, evaluation, split = divide_rows(rows, texts, data.eval_fraction, "documents", data.split_seed)
+    train, evaluation, split = divide_rows(rows, [*map(_key, rows)], data.eval_fraction, "documents", data.split_seed)
     if split.cut_tail:
         notes.append("all rows are the same: none is held out for evaluation; name some in data.eval")
         return rows, []

@@ -1,9 +1,9 @@
 """Pack whole token rows into windows of one length. Each row in a window behaves as if it were alone."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -14,6 +14,8 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig
 from accel_train.core.format import format_count
 from accel_train.core.state import Choice
 from accel_train.data.labels import IGNORED_LABEL
+from accel_train.data.text.sharded_rows import RowShards, ShardedRows
+from accel_train.data.text.shards import sharded
 from accel_train.data.text.tokens import document_lengths, joined, parts_of, samples_of
 from accel_train.model.kernels.attention import CAUSAL_SDPA, choose_attention
 from accel_train.recipe.schema import Recipe
@@ -153,8 +155,11 @@ def collate_packed(
     return {"input_ids": inputs, "labels": labels, "num_targets": num_targets}
 
 
-def rows_as_samples(recipe: Recipe, corpus: "RowCorpus", config: PreTrainedConfig) -> TaskData:
-    """Return the data of a run on tokenized rows, packed or one row per sample."""
+def rows_as_samples(recipe: Recipe, corpus: "RowCorpus", config: PreTrainedConfig, progress: bool = False) -> TaskData:
+    """Return the data of a run on tokenized rows, packed or one row per sample.
+
+    Rows in shards are packed within a shard. The facts on them are of the first shard with a sample.
+    """
     packed, data = can_keep_rows_apart(recipe, config), CausalLMData.of(recipe.data)
     length = data.sequence_length
 
@@ -162,21 +167,30 @@ def rows_as_samples(recipe: Recipe, corpus: "RowCorpus", config: PreTrainedConfi
         rows_of = pack(rows.lengths, length) if packed.value else list(np.arange(len(rows))[:, None])
         return PackedRows(rows, rows_of, sequence_length=length, padding_id=corpus.separator_id)
 
-    parts, held_out = [*map(windows, parts_of(corpus.train))], joined([*map(windows, parts_of(corpus.eval))])
-    train, num_rows = joined(parts), sum(len(each.rows) for each in parts)
+    held_out, in_first = joined([*map(windows, parts_of(corpus.eval))]), ""
+    if isinstance(corpus.train, RowShards):
+        train: Any = ShardedRows(replace(corpus.train, samples_of=lambda arrays: windows(TokenRows(**arrays))))
+        parts, in_first = [train.opened(train.shown)], f"estimated from shard {train.shown}: "
+        train.count_needed(recipe, progress)
+    else:
+        parts = [*map(windows, parts_of(corpus.train))]
+        train = joined(parts)
+    num_rows, num_samples = sum(len(each.rows) for each in parts), sum(map(len, parts))
     multiple = None if packed.value else data.pad_to_multiple_of
     num_read = sum(int(each.rows.lengths.sum()) for each in parts)
-    num_positions = len(train) * length if packed.value else num_read
-    fill = num_read / max(1, len(train) * length)
+    num_positions = num_samples * length if packed.value else num_read
+    fill = num_read / max(1, num_samples * length)
     note = f"each row is a separate sample, padded: {packed.reason}"
     if packed.value:
         note = (
-            f"{format_count(num_rows, 'row')} packed into {format_count(len(train), 'window')} of {length} "
+            f"{in_first}{format_count(num_rows, 'row')} packed into {format_count(num_samples, 'window')} of {length} "
             f"tokens, {fill:.1%} full; attention and positions stay within a row"
         )
     facts = corpus.facts
     facts.num_train, facts.num_eval = len(train), 0 if held_out is None else len(held_out)
-    facts.positions_per_target = num_positions / facts.train_targets
+    num_targets = sum(each.rows.is_target.sum() for each in parts)
+    facts.positions_per_target = num_positions / num_targets
+    facts.train_targets = int(num_targets * len(train) / num_samples)
     facts.others["fill"] = fill if packed.value else None
     facts.notes.append(note)
     return TaskData(
@@ -189,6 +203,8 @@ def rows_as_samples(recipe: Recipe, corpus: "RowCorpus", config: PreTrainedConfi
         source=corpus,
         lengths_vary=not packed.value,
         samples_of=samples_of(train),
+        large_files=corpus.large_files,
+        **sharded(train),
     )
 
 

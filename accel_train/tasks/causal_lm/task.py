@@ -126,7 +126,7 @@ class CausalLM(Task):
             )
         else:
             rows = prepare_rows(recipe, progress=progress)
-            data = rows_as_samples(recipe, rows, model_config(recipe, rows.vocab_size, rows.separator_id))
+            data = rows_as_samples(recipe, rows, model_config(recipe, rows.vocab_size, rows.separator_id), progress)
             self.positions_per_target, self.counts_hits = data.facts.positions_per_target or 1.0, True
         data.facts.notes = [*tokenizer_notes, *data.facts.notes]
         return data
