@@ -31,6 +31,11 @@ LOCK_SECONDS = 1800.0
 """Age at which a lock is stale. A run renews its lock between two checkpoints."""
 START_SECONDS = 5.0
 """Seconds for which a failing request is repeated before the run trains."""
+ANSWER_SECONDS = 60.0
+"""Seconds for which a request to S3 waits for its answer.
+
+The client of GCS waits 300 s, and the client of the Hub 10 s for a part of a file (HF_HUB_DOWNLOAD_TIMEOUT).
+"""
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.1, 30.0
 
 
@@ -72,8 +77,8 @@ class Store:
         self.url, self.limit_seconds, self.num_failures = url, START_SECONDS, 0
         self.on_failure: Callable[[str], object] | None = None
         self._files, self._root = fsspec.url_to_fs(url, use_listings_cache=False, skip_instance_cache=True)
-        # A folder of this machine has to exist.
-        self._files.auto_mkdir = True
+        # A folder of this machine has to exist. The client of S3 waits 15 s for an answer.
+        self._files.auto_mkdir, self._files.read_timeout = True, ANSWER_SECONDS
 
     def names(self, below: str = "") -> list[str]:
         """Return the names of all files below a folder of the store."""
@@ -111,11 +116,9 @@ class Store:
 
         def put() -> None:
             try:
-                self._files.put_file(str(path), self._path(name))
-                if reads_back:
-                    with self._files.open(self._path(name)) as file:
-                        if hashlib.file_digest(file, "sha256").hexdigest() != sha256(path):
-                            raise OSError(f"{name} differs from its copy")
+                self._ask(self._files.put_file, str(path), self._path(name))
+                if reads_back and self._ask(self._digest, self._path(name)) != sha256(path):
+                    raise OSError(f"{name} differs from its copy")
             except FileNotFoundError as error:
                 # The other case is a bucket that is gone.
                 if path.exists():
@@ -123,6 +126,10 @@ class Store:
                 raise
 
         self._ask(put)
+
+    def _digest(self, path: str) -> str:
+        with self._files.open(path) as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
 
     def fetch(self, below: str, folder: Path, left_out: Collection[str] = ()) -> None:
         """Copy the files below a folder of the store to a local folder, without the folders and files `left_out`.
@@ -185,7 +192,7 @@ class Store:
                 # The Hub's listings are kept whatever the options say.
                 self._files.dircache.clear()
                 return request(*arguments)
-            except FileNotFoundError:
+            except (FileNotFoundError, SettingError):
                 raise
             # Each library raises its own types.
             except Exception as error:

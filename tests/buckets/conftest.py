@@ -62,12 +62,13 @@ def s3_environment(s3_server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPat
 class Bucket:
     """An empty bucket, through the client of AWS: independent of fsspec."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self) -> None:
         import boto3
 
-        self.name, self.url = name, f"s3://{name}"
+        self.name = f"of-{time.time_ns()}"
+        self.url = f"s3://{self.name}"
         self.client: Any = boto3.client("s3")
-        self.client.create_bucket(Bucket=name)
+        self.client.create_bucket(Bucket=self.name)
 
     def names(self, below: str = "") -> list[str]:
         pages = self.client.get_paginator("list_objects_v2").paginate(Bucket=self.name, Prefix=below)
@@ -97,4 +98,4 @@ class Bucket:
 @pytest.fixture
 def bucket(s3_environment: None, tmp_path: Path) -> Bucket:
     """An empty bucket of this test."""
-    return Bucket(f"of-{time.time_ns()}")
+    return Bucket()
