@@ -270,6 +270,24 @@ def test_a_copy_that_differs_is_made_again(place: Path, faulty: type[Faulty], mo
         assert there[f"/{path.relative_to(folder)}"] == path.read_bytes()
 
 
+def test_a_copy_that_cannot_be_read_back_at_once_is_not_made_again(
+    place: Path, faulty: type[Faulty], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[str] = []
+
+    def fail_once(self: Faulty, path: str, mode: str = "rb", **options: Any) -> Any:
+        opened.append(mode)
+        if mode == "rb" and opened.count("rb") == 1:
+            raise ConnectionError
+        return MemoryFileSystem.open(self, path, mode, **options)
+
+    monkeypatch.setattr(Faulty, "open", fail_once)
+    store = Store("memory://bucket/run")
+    store.put(place / "corpus.jsonl", "a")
+    assert opened == ["wb", "rb", "rb"]
+    assert store.num_failures == 1
+
+
 def test_rotation_removes_a_checkpoint_only_once_a_newer_one_is_complete_in_the_bucket(
     place: Path, faulty: type[Faulty], monkeypatch: pytest.MonkeyPatch
 ) -> None:
