@@ -1,6 +1,8 @@
 """Broken samples within `data.max_broken`: they have no weight, and each is counted and named once."""
 
+import time
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,8 @@ import torch
 
 from accel_train.core.errors import DataError
 from accel_train.data.images.images import evenly_spaced
-from accel_train.data.images.tars import list_samples
+from accel_train.data.images.tars import TarImages, list_samples
+from accel_train.data.order import DataOrder
 from accel_train.engine import broken as broken_samples
 from accel_train.engine.broken import collate_readable
 from accel_train.engine.loader import Reading, read_batches
@@ -28,8 +31,8 @@ from tests.support.annotated_images import (
 from tests.support.annotated_images import NUM_IMAGES as NUM_ANNOTATED
 from tests.support.every_task import recipe_of
 from tests.support.marks import slow
-from tests.support.runs import events, losses, metrics, run, train_recipe, write_yaml
-from tests.support.tars import NUM_IMAGES, PER_TAR, recipe_of_images, write_shards
+from tests.support.runs import events, losses, metrics, run, summary_of, train_recipe, write_yaml
+from tests.support.tars import NUM_IMAGES, PER_TAR, pictures, recipe_of_images, write_shards, write_tar
 
 BROKEN = (8, 23)
 """Sample 9 has damaged pixels after a whole header. The last tar is cut within sample 24."""
@@ -255,6 +258,61 @@ def test_a_cut_tar_and_an_unreadable_image_in_another_have_no_weight(tmp_path: P
     assert [each["step"] for each in named] == [1, 3]
     for each, words in zip(named, ("0.tar, sample 2 (001.jpg)", "2.tar, sample 4 (011.jpg)"), strict=True):
         assert words in each["message"]
+
+
+@pytest.mark.slow
+def test_21_000_images_in_1_000_tars_train_alike_with_one_unreadable_one_cut_and_one_slow_tar(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So many images are not looked at before training. The slow tar is read by two readers of one process."""
+    per_tar, batch, shards, images = 21, 1_050, tmp_path / "shards", pictures()
+    for number in range(1_000):
+        members = [(number * per_tar + each, images[(number + each) % NUM_IMAGES]) for each in range(per_tar)]
+        parts = [((f"{key:06d}.cls", b"%d" % label), (f"{key:06d}.png", png)) for key, (label, png) in members]
+        write_tar(shards / f"{number:03d}.tar", chain(*parts))
+    broken = {417 * per_tar + 4: ("417.tar", 4), 623 * per_tar + 20: ("623.tar", 20)}
+    for name, place in broken.values():
+        tar = shards / name
+        start, size = list_samples(tar, "label")["spans"][place]
+        content = tar.read_bytes()
+        rest = b"" if place == per_tar - 1 else bytes(size // 2) + content[start + size :]
+        tar.write_bytes(content[: start + size - size // 2] + rest)
+    read, slow_reads = TarImages.content, tmp_path / "slow reads"
+
+    def slowly(images: TarImages, index: int) -> bytes:
+        if images.path.name == "812.tar":
+            time.sleep(0.05)
+            with slow_reads.open("ab") as file:
+                file.write(b".")
+        return read(images, index)
+
+    found = {}
+    for processes in (2, 1):
+        section = recipe_of_images(
+            tmp_path,
+            f"run {processes}",
+            shards,
+            data={"eval_fraction": 0, "max_broken": 2, "num_workers": 2 if processes == 1 else 0},
+            batch={"global_batch_size": batch},
+            optimizer={"learning_rate": 1e-30, "weight_decay": 0},
+            schedule={"max_steps": 20},
+        )
+        if processes == 1:
+            monkeypatch.setattr(TarImages, "content", slowly)
+        train_recipe(section, processes)
+        folder = Path(section["output_dir"])
+        found[processes] = losses(folder)
+        assert summary_of(folder)["num_targets"] == 21_000 - len(broken)
+        order = DataOrder(21_000, batch, section["seed"], True)
+        steps = {step + 1: {*order.step_samples(step).tolist()} for step in range(20)}
+        expected = sorted((step, number) for step, own in steps.items() for number in own & broken.keys())
+        named = events(folder, "broken_sample")
+        assert [each["step"] for each in named] == [step for step, _ in expected]
+        for each, (_, number) in zip(named, expected, strict=True):
+            name, place = broken[number]
+            assert each["message"].startswith(f"{shards / name}, sample {place + 1} ({number:06d}.png): ")
+    assert len(slow_reads.read_bytes()) == per_tar
+    assert found[1] == pytest.approx(found[2], rel=1e-5)
 
 
 @pytest.mark.parametrize("task", MODELS)
