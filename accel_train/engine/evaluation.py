@@ -140,7 +140,7 @@ def evaluate(
 
     Raises:
         EvaluationLeft: on all processes, if `is_over` returned True on some process before its last batch.
-        DataError: on all processes, if no sample has a target.
+        DataError: on all processes, if no sample has a target; on one process, if it cannot read a sample.
     """
     accelerator = reader.accelerator
     chunk = reader.batch_size if reader.forwards_alike else chunk_size or reader.batch_size
@@ -149,6 +149,9 @@ def evaluate(
         try:
             with evaluation_mode(module):
                 counts = _count(reader, module, chunk, is_over)
+        except DataError as error:
+            why = " (it is held out, and data.max_broken is for training samples)" if reader.data.max_broken else ""
+            raise DataError(f"{error}{why}") from error
         except (RuntimeError, MemoryError) as error:
             if chunk == 1 or reader.forwards_alike or not is_out_of_memory(error):
                 raise

@@ -446,7 +446,7 @@ class ImageData(NamedClassesData):
     max_broken: NonNegativeInt = 0
     """Number of different training images that may turn out broken before the run stops, also by their masks. A broken
     image has weight 0, and its step keeps the others. Images that any process has met since the start or the last
-    resume count.
+    resume count. A broken evaluation image always stops the run.
     """
 
     def unread(self) -> Mapping[str, str]:

@@ -260,6 +260,27 @@ def test_a_cut_tar_and_an_unreadable_image_in_another_have_no_weight(tmp_path: P
         assert words in each["message"]
 
 
+@pytest.mark.parametrize("number", [0, 7])
+@pytest.mark.parametrize("task", MODELS)
+def test_a_broken_evaluation_image_is_refused_by_name_as_early_as_it_is_read(
+    tmp_path: Path, task: str, number: int
+) -> None:
+    """With 70 images, a start decodes 64 of them, and number 7 is none of them. Others are found by the evaluation."""
+    count, train = 70, write_folder(task, tmp_path / "train")
+    path = write_folder(task, tmp_path / "held", range(count))
+    untried = sorted({*range(count)} - {*evenly_spaced(count, 64)})
+    number = untried[0] if number else 0
+    file = next(path.rglob(f"{number:03d}.jpg"))
+    file.write_bytes(damaged(file.read_bytes()))
+    data = {"eval": str(path), "max_broken": 5}
+    sections: dict[str, Any] = {"data": data, "schedule": {"max_steps": 1}}
+    section = recipe_of_annotated(task, tmp_path / "run", train, batch=4, **sections)
+    with pytest.raises(DataError) as caught:
+        train_recipe(section)
+    assert file.name in str(caught.value)
+    assert ("data.max_broken is for training samples" in str(caught.value)) == (number > 0)
+
+
 @pytest.mark.slow
 def test_21_000_images_in_1_000_tars_train_alike_with_one_unreadable_one_cut_and_one_slow_tar(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

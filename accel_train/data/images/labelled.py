@@ -122,10 +122,10 @@ def divide_pools(pool: ImagePool, other: ImagePool | None, data: ImageData) -> I
         train = _rows(pool, np.flatnonzero(~chosen))
         held = _rows(pool, np.flatnonzero(chosen)) if chosen.any() else None
     elif other is not pool:
-        other_digests = _look_at(other.images, most, needed=False)
+        other_digests = _look_at(other.images, 0, needed=False)
         held = _rows(other, np.arange(len(other.images)))
         description += f"; evaluation: {other.description}"
-        contents.append(_identity(other, other_digests, most))
+        contents.append(_identity(other, other_digests, 0))
         notes += other.notes
         if digests is not None and other_digests is not None and data.eval != data.train:
             num_shared = int(np.isin(other_digests, digests).sum())

@@ -192,11 +192,13 @@ def checked_pools(
         ValueError: there are faults; the message has a line for each.
     """
     pools, file_faults, box_faults, num_crowds = list[ImagePool](), list[str](), list[str](), 0
-    unreadable = list[str]()
     for sources in sides:
         checked = [check_boxes(source.images, source.records) for source in sources]
+        unreadable = [fault for found in checked for fault in found.unreadable]
+        # The first side is to train on.
+        if len(unreadable) > (0 if pools else data.max_broken):
+            file_faults += unreadable
         for source, found in zip(sources, checked):
-            unreadable += found.unreadable
             file_faults += [*source.faults.files, *found.file_faults]
             box_faults += [*source.faults.boxes, *found.box_faults]
             file_faults += filter(None, [other_order(source, found)])
@@ -205,9 +207,6 @@ def checked_pools(
         num_crowds += sum(int(each.is_crowd.sum()) for each in boxes)
         pools.append(_joined(sources, boxes))
     is_dropping, remedy = data.invalid_boxes == "drop", "repair them"
-    if len(unreadable) > data.max_broken:
-        file_faults = [*unreadable, *file_faults]
-        remedy += f", or raise data.max_broken: {data.max_broken}" if data.max_broken else ""
     if box_faults and not is_dropping:
         remedy += ", or leave wrong boxes out: data.invalid_boxes: drop"
     refuse_faults([*file_faults, *([] if is_dropping else box_faults)], data.train_key, remedy)

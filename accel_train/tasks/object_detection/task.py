@@ -86,8 +86,8 @@ print(found["labels"], found["scores"], found["boxes"])"""
         settings = detection.DetectionSettings(source.preprocessing, data.augment, data.min_visible)
         train = detection.AugmentedBoxedImages(sets.train, settings)
         evaluation = None if held is None else detection.BoxedImages(held, settings)
-        for side in filter(None, (train, evaluation)):
-            try_samples(side, data.max_broken)
+        try_samples(train, data.max_broken)
+        try_samples(evaluation or [], 0)
         self.global_loss = losses.GlobalCounts()
         return TaskData(
             train=train,

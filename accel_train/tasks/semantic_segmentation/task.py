@@ -55,8 +55,8 @@ print(mask.shape, mask.unique())"""
         )
         train = segmentation.SegmentationCrops(sets.train, settings)
         evaluation = None if sets.eval is None else segmentation.SegmentationImages(sets.eval, settings)
-        for side in filter(None, (train, evaluation)):
-            try_samples(side, data.max_broken)
+        try_samples(train, data.max_broken)
+        try_samples(evaluation or [], 0)
         # Only balanced weights depend on the data, and counting reads all masks.
         counts = np.zeros(256, np.int64)
         if recipe.loss.class_weights == "balanced":
