@@ -309,9 +309,8 @@ def _problem_type(values: Sequence[Any], column: str, asked: str, are_named: boo
         return asked, "as set"  # type: ignore[return-value]
     if None not in map(labels_in, values):
         return "multi_label", "the labels are lists"
-    numbers = [_as_number(value) for value in values]
-    if not are_named and None not in numbers:
-        different = {number for number in numbers if number is not None and math.isfinite(number)}
+    if not are_named and None not in map(_as_number, values):
+        different = {number for number in map(_as_number, values) if number is not None and math.isfinite(number)}
         if any(number % 1 for number in different):
             return "regression", "the labels are decimal numbers"
         decimal = next((value for value in values if isinstance(value, float) or "." in str(value)), None)

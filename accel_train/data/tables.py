@@ -59,8 +59,8 @@ class Row(NamedTuple):
     """Bytes of the source that the row takes, for progress bars."""
 
 
-def read_rows(source: Source, columns: Sequence[str], data: Data) -> Iterator[Row]:
-    """Yield the rows of a source in source order, without blank lines.
+def read_rows(source: Source, columns: Sequence[str], data: Data, rows: Iterator[Row] | None = None) -> Iterator[Row]:
+    """Yield the rows of a source in source order, without blank lines. `rows`, if given, are these rows as read.
 
     Raises:
         MissingColumn: a column is missing; the message names file and column.
@@ -68,7 +68,7 @@ def read_rows(source: Source, columns: Sequence[str], data: Data) -> Iterator[Ro
             message names file, line or row, and column.
     """
     is_named = len({*columns}) > 1 and data.header != "none"
-    for row in _rows_of(source, columns, data):
+    for row in rows or _rows_of(source, columns, data):
         # Tables that were joined line by line have headers between their rows.
         if is_named and row.cells == tuple(columns):
             raise ValueError(f"{row.where}: the row repeats the names of the columns ({', '.join(columns)}). Remove it")
@@ -119,25 +119,20 @@ def column_names(source: Source, data: Data) -> list[str]:
     return names
 
 
-def shared_keys(files: Sequence[Path], data: Data) -> tuple[list[str], dict[str, str]]:
-    """Return the keys that all rows of jsonl files have, and one row without each other key.
-
-    Rows are given as file and line.
+def json_rows(files: Sequence[Path], names: Sequence[str], lacking: dict[str, str], data: Data) -> Iterator[Row]:
+    """Yield the rows of jsonl files with the keys of the first row. Other keys, and those that a row lacks, are added
+    to `lacking`, each with the file and line of a row without it.
 
     Raises:
         ValueError: a row cannot be read; the message names file and line.
     """
-    keys: dict[str, None] = {}
-    lacking: dict[str, str] = {}
-    first = None
-    for row, where, _ in (each for path in files for each in json_objects(path, data, "text")):
+    keys, first = {*names}, ""
+    for row, where, num_bytes in (each for path in files for each in json_objects(path, data, "text")):
         first = first or where
-        for key in keys.keys() - row.keys():
-            lacking.setdefault(key, where)
-        for key in row.keys() - keys.keys() if keys else ():
-            lacking.setdefault(key, first)
-        keys |= dict.fromkeys(row)
-    return [key for key in keys if key not in lacking], lacking
+        if row.keys() != keys:
+            for key in (row.keys() ^ keys) - {""}:
+                lacking.setdefault(key, first if key in row else where)
+        yield Row(tuple(map(row.get, names)), where, num_bytes)
 
 
 def class_names(source: Source, column: str | None) -> tuple[str, ...] | None:

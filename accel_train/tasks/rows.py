@@ -1,7 +1,7 @@
 """Parts that several tasks share: rows of text in memory and their source, padded pairs, counts, and predictions."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -116,7 +116,7 @@ def given(*columns: str | None) -> list[str]:
 def file_by_file(sources: Iterable[Source]) -> Iterator[Source]:
     """Yield each file as a source of its own. A source without files stays as it is."""
     for source in sources:
-        yield from [replace(source, files=(file,)) for file in source.files] or [source]
+        yield from source.parts()
 
 
 def second_from(types: Sequence[int]) -> int:

@@ -5,8 +5,8 @@ import glob
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
@@ -19,7 +19,7 @@ from accel_train.data.encoding import check_western, guess_encoding
 from accel_train.data.images.images import IMAGE_SUFFIXES
 from accel_train.data.labels import is_missing, label_name, means_missing
 from accel_train.data.sources import Source, file_kind, resolve_sources
-from accel_train.data.tables import LABEL_NAMES, Row, binary_value, class_names, column_names, read_rows, shared_keys
+from accel_train.data.tables import LABEL_NAMES, Row, binary_value, class_names, column_names, json_rows, read_rows
 from accel_train.experiments.finetune.recipe import Asked
 from accel_train.recipe.data import Data
 
@@ -272,24 +272,30 @@ def read_table(path: Path, asked: Asked) -> Table:
     settings = {} if path.is_dir() else readings(files_at(path)[0], asked)
     data = with_settings(asked.data, settings)
     (source,) = resolve_sources(str(path), data, key=str(path))
-    names, partial = (
-        shared_keys(source.files, data) if file_kind(path) in ("jsonl", "json") else (column_names(source, data), {})
-    )
     # Spreadsheets end rows with unnamed columns.
-    names = [name for name in names if name]
-    if not names:
-        raise ValueError(f"{path}: no column is in every row. Write the same keys on each line")
-    rows = list(read_rows(source, names, data))
-    if not rows:
-        raise ValueError(f"{path} has no rows. Name a table with rows")
+    names = list(filter(None, column_names(source, data)))
+    partial: dict[str, str] = {}
+    is_json = file_kind(path) in ("jsonl", "json")
+    rows = read_rows(source, names, data, json_rows(source.files, names, partial, data) if is_json else None)
     known = {name: found for name in names if (found := class_names(source, name)) is not None}
-    return table_of(path, names, rows, settings, source.notes, partial, known)
+    table = table_of(path, names, rows, settings, source.notes, partial, known)
+    columns = {name: column for name, column in table.columns.items() if name not in partial}
+    if not columns:
+        raise ValueError(f"{path}: no column is in every row. Write the same keys on each line")
+    if not table.wheres:
+        raise ValueError(f"{path} has no rows. Name a table with rows")
+    return replace(table, columns=columns)
 
 
-def table_of(path: Path, names: Sequence[str], rows: Sequence[Row], *facts: Any) -> Table:
-    """Return a table of these rows, of which there is at least one. `facts` are the fields after `wheres`."""
-    columns = {name: Column(name, cells) for name, cells in zip(names, zip(*(row.cells for row in rows)))}
-    return Table(path, columns, [row.where for row in rows], *facts)
+def table_of(path: Path, names: Sequence[str], rows: Iterable[Row], *facts: Any) -> Table:
+    """Return a table of these rows. `facts` are the fields after `wheres`."""
+    cells: list[list[Any]] = [[] for _ in names]
+    wheres = []
+    for row in rows:
+        wheres.append(row.where)
+        for column, cell in zip(cells, row.cells):
+            column.append(cell)
+    return Table(path, {name: Column(name, tuple(each)) for name, each in zip(names, cells)}, wheres, *facts)
 
 
 def source_of(path: Path) -> Source:

@@ -176,14 +176,14 @@ def _labelled(asked: Asked, settings: Choices, why: str, unit: str, where: str) 
     refuse_columns(asked, asked.path, "plain text")
     data = with_settings(asked.data, settings)
     sources = resolve_sources(data.train_names, data, key=asked.path)
-    rows = [row for source in sources for row in read_rows(source, LINE_COLUMNS, data)]
+    rows = (row for source in sources for row in read_rows(source, LINE_COLUMNS, data))
     table = table_of(Path(asked.path), LINE_COLUMNS, rows, {}, (), {})
     label = recognise_label(asked, table, "text")
     return Found(
         "text-classification",
         why,
-        f"{asked.path}: {format_count(len(rows), unit)}{where}",
-        num_samples=len(rows),
+        f"{asked.path}: {format_count(len(table.wheres), unit)}{where}",
+        num_samples=len(table.wheres),
         settings={**settings, **{name: each for name, each in label.settings.items() if name != "data.label_column"}},
         counts=label.counts,
         has_one_label=label.is_one,

@@ -1,9 +1,11 @@
 """`finetune` and the forms of data that people have: `benchmarks.shapes`."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from accel_train.data import tables
 from accel_train.data.sources import resolve_sources
 from accel_train.data.tables import read_rows
 from accel_train.experiments.finetune.recipe import asked_of, minimal_recipe
@@ -12,6 +14,7 @@ from accel_train.experiments.finetune.texts import are_classes, classes_by_suffi
 from accel_train.experiments.finetune.tree import Tree
 from benchmarks import shapes
 from benchmarks.shapes import SHAPES, Shape, read
+from tests.support.runs import write_jsonl
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.write.__name__)
@@ -35,6 +38,36 @@ def test_a_file_for_each_class_is_read_line_by_line(task: str | None) -> None:
         for number, text in enumerate(texts, start=1)
     ]
     assert written.found.counts == {name: len(texts) for name, texts in lines.items()}
+
+
+def test_each_line_of_a_large_table_is_parsed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    write_jsonl(Path("rows.jsonl"), ({"text": f"the {n} is good to me", "label": n % 3} for n in range(3000)))
+    lines, parse = list[str](), tables.parse_json
+
+    def noted(line: str, **options: Any) -> Any:
+        lines.append(line)
+        return parse(line, **options)
+
+    monkeypatch.setattr(tables, "parse_json", noted)
+    found = write_recipe("rows.jsonl", []).found
+    assert found.counts == {"0": 1000, "1": 1000, "2": 1000}
+    # The first few hundred lines are also looked at before.
+    assert len({*lines}) == 3000
+    assert len(lines) < 4000
+
+
+def test_keys_that_some_rows_lack_are_left_out_and_named(folder: Path) -> None:
+    rows = [{"text": f"the {n} is good to me", "label": n % 3, "": 1} for n in range(60)]
+    rows[7] = {"label": 1, "text": "this one is new to me", "more": "x", "": 2}
+    rows[9]["later"] = 3
+    for row in rows[:5]:
+        row["early"] = 1
+    write_jsonl(folder / "rows.jsonl", rows)
+    assert write_recipe("rows.jsonl", []).found.notes == (
+        "column 'early' is left out: rows.jsonl:6 does not have it",
+        "column 'more' is left out: rows.jsonl:1 does not have it",
+        "column 'later' is left out: rows.jsonl:1 does not have it",
+    )
 
 
 def _file(word: str, form: str = "{word} number {n} was good.", count: int = 0) -> list[str]:

@@ -264,7 +264,11 @@ def tables_of_classes(asked: Asked, tree: Tree) -> Converted | None:
 
 def _texts_of(asked: Asked, file: Path) -> tuple[Columns, list[_Text]] | None:
     try:
-        rows = [(row, where) for row, where, _ in json_objects(file, data_at(file, asked), "text")]
+        every = ((row, where) for row, where, _ in json_objects(file, data_at(file, asked), "text"))
+        first = list(islice(every, _LINES_LOOKED_AT))
+        if not any("answer" in row or "data" in row for row, _ in first):
+            return None
+        rows = [*first, *every]
     # The reader of the table will report the row.
     except ValueError:
         return None

@@ -71,11 +71,16 @@ def recognise_label(asked: Asked, table: Table, *used: str, is_text: bool = True
     ):
         column, why = names, f"it has one name for each number in column {column.name!r}"
     settings: Choices = {"data.label_column": Choice(column.name, why)}
-    kept = [row for row, cell in enumerate(column.cells) if not (drops and is_missing(cell))]
+    kept: Sequence[int] = range(len(column.cells))
+    if drops:
+        kept = [row for row in kept if not is_missing(column.cells[row])]
     dropped = len(column.cells) - len(kept)
     if dropped:
         column = Column(column.name, tuple(column.cells[row] for row in kept))
-    where = [table.wheres[row] for row in kept].__getitem__
+
+    def where(row: int) -> str:
+        return table.wheres[kept[row]]
+
     first = _with_names(asked, table, column, settings)
     scheme = label_scheme(
         column.cells,
