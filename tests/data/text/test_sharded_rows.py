@@ -242,7 +242,6 @@ def test_auto_chooses_by_the_size_of_the_rows_alone(tmp_path: Path, monkeypatch:
     "change",
     [
         {"last_batch": "short"},
-        {"train": [{"source": "rows.jsonl", "weight": 1}]},
         {"train": "rows.csv"},
     ],
 )
