@@ -491,7 +491,10 @@ def read_data(task: Task, recipe: "Recipe", *, progress: bool) -> TaskData:
     Raises:
         ValueError: the result is not a TaskData with training samples. Errors of `load_data` pass through.
     """
-    local = recipe.model_copy(update={"data": renamed(recipe.data, fetch_files)})
+    # Text is read by ranges, or fetched once its size is known.
+    kept = recipe.data.train_names if recipe.data.window else ()
+    data_here = renamed(recipe.data, lambda name: name if name in kept else fetch_files(name))
+    local = recipe.model_copy(update={"data": data_here})
     data: Any = task.load_data(local, progress=progress)
     wanted = "return an accel_train.task.TaskData with train, eval, collate and fingerprint"
     if not isinstance(data, TaskData):

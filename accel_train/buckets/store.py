@@ -8,7 +8,7 @@ import hashlib
 import secrets
 import socket
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -22,8 +22,10 @@ from accel_train.core.redaction import redact_text
 
 STORES = {"s3": "s3fs", "gs": "gcsfs", "hf": "huggingface_hub", "memory": "fsspec", "file": "fsspec"}
 """Package that reads and writes a kind of bucket, by the scheme of its URLs."""
-_STAMPS = ("size", "ETag", "etag", "blob_id", "LastModified", "mtime", "created")
+_VERSIONS = ("ETag", "etag", "blob_id", "LastModified", "mtime", "created")
 """What the stores say of a file. Each store has some of them."""
+Stamp = tuple[int, str]
+"""Size of a file in bytes, and a text that changes with its content."""
 LOCK = ".lock"
 OWNER = ".lock.owner"
 """File in a local run folder that says whether a lock in the bucket is of this folder."""
@@ -84,18 +86,24 @@ class Store:
         """Return the names of all files below a folder of the store."""
         return [*self.stamps(below)]
 
-    def stamps(self, below: str = "") -> dict[str, str]:
-        """Return a text for each file below a folder that changes with its content. A URL of a file has the name ""."""
+    def stamps(self, below: str = "", find: str = "find") -> dict[str, Stamp]:
+        """Return the stamp of each file below a folder, of a file, or of a pattern (`glob`). The URL's name is ""."""
         found = {}
         # Some stores know folders, and others raise where nothing is.
         with suppress(FileNotFoundError):
-            found = self._ask(partial(self._files.find, detail=True), self._path(below))
+            found = self._ask(partial(getattr(self._files, find), detail=True), self._path(below))
         return {
-            name: str(list(map(each.get, _STAMPS)))
+            name: _stamp(each)
             for path, each in found.items()
             # Consoles write an empty object for a folder.
-            if not path.endswith("/") and ".." not in Path(name := path[len(self._root) :].lstrip("/")).parts
+            if each["type"] == "file"
+            and not path.endswith("/")
+            and ".." not in Path(name := path[len(self._root) :].lstrip("/")).parts
         }
+
+    def read_range(self, name: str, start: int, stop: int) -> bytes:
+        """Return the bytes of a file from `start` up to `stop`."""
+        return bytes(self._ask(partial(self._files.cat_file, start=start, end=stop), self._path(name)))
 
     def get(self, name: str, path: Path) -> None:
         """Copy a file of the store to a local path."""
@@ -205,6 +213,10 @@ class Store:
                 self.num_failures += 1
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+
+
+def _stamp(found: Mapping[str, Any]) -> Stamp:
+    return found["size"], next((str(found[name]) for name in _VERSIONS if found.get(name)), "")
 
 
 def owner_of(folder: Path) -> str:

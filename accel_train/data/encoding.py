@@ -25,7 +25,7 @@ def encoding_of(path: Path, data: Data) -> str:
         name = codecs.lookup(data.encoding).name
         # Both skip a byte order mark.
         return "utf-8" if name == "utf-8-sig" else name
-    with path.open("rb") as file:
+    with path.open("rb", buffering=0) as file:
         return "utf-16" if file.read(2) in _UTF16_MARKS else "utf-8"
 
 
@@ -172,17 +172,19 @@ def read_text(path: Path, data: Data, span: Span | None = None) -> str:
 
 def _line_at(file: BinaryIO, at: int) -> int:
     """Return the first byte from `at` on that begins a line. A text without lines is cut at words or characters."""
+    file.seek(max(0, at - 1))
+    # Also from 0 on: a remote file then reads all of the part ahead.
+    near = file.read(_LINE_WITHIN_BYTES)
     if not at:
         return 0
-    file.seek(at - 1)
-    near = file.read(_LINE_WITHIN_BYTES)
     ends = (re.search(pattern, near) for pattern in (rb"\n", rb" ", rb"(?s).(?![\x80-\xbf])"))
     return at - 1 + next((found.end() for found in ends if found), 0)
 
 
 def read_lines(path: Path, data: Data, span: Span | None = None) -> Iterator[tuple[str, int]]:
     """Yield (line with its end, bytes). Splits only at LF, because JSON and csv may contain other line ends."""
-    encoding = encoding_of(path, data)
+    # Files in other encodings have no parts.
+    encoding = "utf-8" if span else encoding_of(path, data)
     if encoding != "utf-8":
         yield from _decoded_lines(path, data, encoding)
         return

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from accel_train.buckets.files import fetch_files
+from accel_train.buckets.files import fetch_files, local_files, remote_files
 from accel_train.buckets.store import is_of_store
 from accel_train.core.files import files_below, refuse_link_loops
 from accel_train.core.format import did_you_mean, format_count
@@ -63,6 +63,9 @@ TABLE_KINDS: dict[str, FileKind] = {
 In token files, an index or a separator token divides documents. In CoNLL files, a blank line divides sentences.
 """
 
+_BY_RANGES = {"text", "jsonl", "parquet", "json", None}
+"""Kinds of files that may lie in a folder of a bucket which is read by ranges. Those without a kind are left out."""
+
 _READ_IN = {
     "encoding": "text, csv, jsonl, conll, or json",
     **dict.fromkeys(("header", "delimiter", "quoting"), "csv"),
@@ -95,13 +98,15 @@ class Source:
         return [replace(self, files=(file,)) for file in self.files] or [self]
 
 
-def resolve_sources(names: Any, data: Data, *, key: str) -> tuple[Source, ...]:
+def resolve_sources(names: Any, data: Data, *, key: str, by_ranges: bool = False) -> tuple[Source, ...]:
     """Return the files and data sets named by a recipe key (`data.train` or `data.eval`), in a fixed order.
+
+    With `by_ranges`, files of a bucket are not copied, if all of their kinds can be read by ranges (`RemoteFile`).
 
     Raises:
         ValueError: a source is missing, of an unknown kind, or mixes token shards with text.
     """
-    sources = tuple(_resolve(name, data, key) for name in listed(names))
+    sources = tuple(_resolve(name, data, key, by_ranges) for name in listed(names))
     if not sources:
         raise ValueError(f"{key} is empty; name a file, folder, data set or one of {', '.join(EMBEDDED_CORPORA)}")
     is_text = any(source.dataset is not None for source in sources) or {*map(file_kind, files_of(sources))} != {
@@ -218,7 +223,13 @@ def is_about_data(path: Path, folder: Path) -> bool:
     return is_text and path.parent == folder and is_about(path.name)
 
 
-def _resolve(name: str, data: Data, key: str) -> Source:
+def _resolve(name: str, data: Data, key: str, by_ranges: bool = False) -> Source:
+    remote = remote_files(name) if by_ranges and is_of_store(name) else []
+    path = Path(local_files(name)).expanduser()
+    if remote and {*map(file_kind, remote)} <= _BY_RANGES and not any(file.suffix == ".arrow" for file in remote):
+        if path in remote or glob.has_magic(name):
+            return _describe_files(name, remote, data, key=key)
+        return _resolve_folder(name, path, data, key, remote)
     name = fetch_files(name)
     if name in EMBEDDED_CORPORA:
         from accel_train.data.builtin import stdlib
@@ -227,7 +238,6 @@ def _resolve(name: str, data: Data, key: str) -> Source:
         if name == "python-stdlib":
             return _describe_files(name, stdlib.python_stdlib_files(), data, title=title)
         return _describe_dataset(title, getattr(stdlib, name.replace("-", "_"))())
-    path = Path(name).expanduser()
     if not path.exists() and glob.has_magic(name):
         # A `**` pattern follows links.
         if "**" in path.parts:
@@ -246,10 +256,10 @@ def _resolve(name: str, data: Data, key: str) -> Source:
     return _load_dataset(name, data, key)
 
 
-def _resolve_folder(name: str, folder: Path, data: Data, key: str) -> Source:
-    if is_saved_dataset(folder):
+def _resolve_folder(name: str, folder: Path, data: Data, key: str, remote: Sequence[Path] = ()) -> Source:
+    if not remote and is_saved_dataset(folder):
         return _load_saved_dataset(name, folder, data, key)
-    paths = [path for path in files_below(folder, skipped={"__pycache__"}) if path.is_file()]
+    paths = remote or [path for path in files_below(folder, skipped={"__pycache__"}) if path.is_file()]
     if compressed := [path for path in paths if ".mds" in path.suffixes[:-1]]:
         raise ValueError(
             f"{key}: {compressed[0]} is compressed, and tokens are read where they lie; write the shards without "
@@ -422,6 +432,6 @@ def _readings(files: Sequence[Path], data: Data) -> tuple[str, ...]:
     )
 
 
-def _suffix_counts(paths: list[Path]) -> str:
+def _suffix_counts(paths: Sequence[Path]) -> str:
     counts = Counter(path.suffix or "no extension" for path in paths).most_common(5)
     return ", ".join(f"{count} {suffix}" for suffix, count in counts)

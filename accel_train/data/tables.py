@@ -11,6 +11,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from accel_train.buckets.files import RemoteFile
 from accel_train.core.format import did_you_mean, format_count
 from accel_train.core.json_io import parse_json
 from accel_train.core.state import JsonRecord
@@ -248,11 +249,10 @@ def parquet_file(path: Path) -> Any:
     Raises:
         ValueError: it is damaged, or of another format.
     """
-    import pyarrow
     import pyarrow.parquet
 
     try:
-        return pyarrow.parquet.ParquetFile(path)
+        return path.parquet() if isinstance(path, RemoteFile) else pyarrow.parquet.ParquetFile(path)
     except pyarrow.ArrowException as error:
         raise ValueError(f"{path}: not a parquet file ({error}); is it complete?") from None
 
@@ -398,7 +398,7 @@ def binary_value(cell: Any) -> bool | None:
     return _BINARY.get(str(cell).lower())
 
 
-def resolve_both(data: Data) -> tuple[tuple[Source, ...], tuple[Source, ...], list[str]]:
+def resolve_both(data: Data, by_ranges: bool = False) -> tuple[tuple[Source, ...], tuple[Source, ...], list[str]]:
     """Return the sources of `data.train`, the sources of `data.eval`, and the notes on both.
 
     The sources of `data.eval` are empty if a part of the training data is held out.
@@ -406,7 +406,7 @@ def resolve_both(data: Data) -> tuple[tuple[Source, ...], tuple[Source, ...], li
     Raises:
         ValueError: a source is missing, or a column divides the rows of `data.train` into parts.
     """
-    train = resolve_sources(data.train_names, data, key=data.train_key)
+    train = resolve_sources(data.train_names, data, key=data.train_key, by_ranges=by_ranges)
     for source in train:
         refuse_parts_of(source, data)
     held_out = () if data.eval is None else resolve_sources(data.eval, data, key="data.eval")

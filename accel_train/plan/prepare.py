@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from accel_train.buckets.store import is_of_store
 from accel_train.core.format import format_bytes
 from accel_train.data.cache import cache_root
 from accel_train.data.hub import downloaded
@@ -71,7 +72,7 @@ def _data_sets(recipe: Recipe, since: float) -> Iterator[Part]:
     files: list[Path] = []
     found: list[str] = []
     for key, name in data.named():
-        if not is_there(name):
+        if not is_there(name) and not is_of_store(name):
             for source in resolve_sources(name, data, key=key):
                 assert source.dataset is not None
                 found.append(source.description)

@@ -14,6 +14,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 from tqdm import tqdm
 
+from accel_train.buckets.files import RemoteFile
 from accel_train.core.errors import setting_error
 from accel_train.core.files import digest64, publish_folder
 from accel_train.core.format import format_count
@@ -144,12 +145,12 @@ def prepare_text(recipe: Recipe, *, progress: bool) -> TextCorpus:
     def in_full() -> str:
         return json_digest([json_digest(_contents(inputs, root))[:32], meta["tokenizer_digest"]])
 
-    pins = {file: root / "pinned" / digest for file, digest in sampled.items()}
+    pins = {file: root / "pinned" / digest for file, digest in sampled.items() if not isinstance(file, RemoteFile)}
     return replace(corpus, large_files={**corpus.large_files, **pins}, first_fingerprint="" if inputs.cut else in_full)
 
 
 def _inputs(recipe: Recipe, progress: bool) -> Inputs:
-    train, held_out, notes = resolve_both(recipe.data)
+    train, held_out, notes = resolve_both(recipe.data, by_ranges=True)
     spec = recipe.tokenizer_in_use
     if isinstance(spec, TrainedTokenizer) and holds_tokens(train):
         raise ValueError(
@@ -160,6 +161,8 @@ def _inputs(recipe: Recipe, progress: bool) -> Inputs:
     tokenizer = named_tokenizer(recipe, spec) if isinstance(spec, str) else spec
     data = WindowData.of(recipe.data)
     is_cut, note = _order(data, train)
+    if not is_cut and any(isinstance(file, RemoteFile) for file in files_of(train)):
+        train, held_out, notes = resolve_both(recipe.data)
     return Inputs(data, train, held_out, tokenizer, [*notes, *note], progress, cut(train, data) if is_cut else None)
 
 

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from torch.utils.data import Dataset
 from tqdm import tqdm
 
+from accel_train.buckets.files import RemoteFile
 from accel_train.core.errors import DataError
 from accel_train.core.files import sync
 from accel_train.core.work import working
@@ -215,7 +216,10 @@ class Shards:
         sources, building = list(self.cut.sources_of(number)), path.with_suffix(".building")
         stamps = [*map(cache.stamp_of, files_of(sources))]
         self._write(sources, building)
-        if stamps != [*map(cache.stamp_of, files_of(sources))]:
+        files = files_of(sources)
+        if stamps != [*map(cache.stamp_of, files)] or any(
+            isinstance(file, RemoteFile) and file.has_changed() for file in files
+        ):
             raise ValueError(f"{sources[0].files[0]} changed while it was tokenized. Start again")
         with building.open("ab") as file:
             file.write(hashlib.sha256(building.read_bytes()).digest())
