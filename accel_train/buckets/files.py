@@ -114,13 +114,14 @@ def fetch_files(name: str) -> str:
     files = remote_files(name)
     kept = user_cache() / "files" / ".stamps" / json_digest(files[0].folder)
     make_folders(kept)
+    store = Store(files[0].folder)
     # One process copies, and the others wait.
     with FileLock(kept / "lock"):
         for file in tqdm([*_left(files, kept)], f"copying {name}", unit=" files", disable=None, leave=False):
             path = Path(file)
             staging = path.with_name(f".{path.name}.part")
             make_folders(path.parent)
-            file.store.get(file.below, staging)
+            store.get(file.below, staging)
             os.replace(staging, path)
             write_atomically(kept / json_digest(file.below), str(file.stamp).encode())
         if files[0].folder == name:

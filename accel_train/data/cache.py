@@ -14,11 +14,12 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-from filelock import BaseFileLock, FileLock
+from filelock import BaseFileLock, FileLock, Timeout
 
 from accel_train.buckets.files import RemoteFile
 from accel_train.core.errors import DataError
@@ -63,6 +64,22 @@ def lock(path: Path) -> BaseFileLock:
     File systems without locks raise an error instead of falling back to a soft lock.
     """
     return FileLock(path, fallback_to_soft=False)
+
+
+def evict_shards(root: Path, limit: int) -> None:
+    """Remove the token shards that were used longest ago, until `limit` bytes are left. Their sizes stay as NAME.size.
+
+    A process that has opened a shard still reads it.
+    """
+    # One process removes, and the others go on.
+    with suppress(Timeout, FileNotFoundError), lock(root / "evict.lock").acquire(timeout=0):
+        shards = [(stamp_of(path), path) for path in root.glob("*/shards/*/*.bin")]
+        left = sum(size for (size, _), _ in shards)
+        for (size, _), path in sorted(shards, key=lambda shard: shard[0][1]):
+            if left > limit:
+                write_atomically(path.with_suffix(".size"), str(size).encode(), durable=False)
+                path.unlink(missing_ok=True)
+                left -= size
 
 
 def file_digests(files: Sequence[Path], cache: Path, advance: Callable[[float], object]) -> list[str]:

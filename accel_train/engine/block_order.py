@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from accel_train.core.errors import DataError
+from accel_train.core.errors import DataError, setting_error
+from accel_train.core.format import format_bytes
 from accel_train.data.order import DataOrder, Indices, permute
 from accel_train.data.text.shards import WINDOW_BITS, ShardedWindows
 from accel_train.recipe.schema import Recipe
@@ -123,8 +124,17 @@ class BlockOrder(DataOrder):
 
 
 def block_orders(recipe: Recipe, windows: ShardedWindows, global_batch_size: int) -> tuple[BlockOrder, ...]:
-    """Return the order of text in shards; of each source, if they have weights."""
+    """Return the order of text in shards; of each source, if they have weights.
+
+    Raises:
+        SettingError: `data.cache_limit` is too small.
+    """
     cut, sizes = windows.shards.cut, map(len, windows.samples_by_source or [windows])
+    limit, num_bytes = windows.shards.data.limit_bytes, windows.num_tokens * windows.shards.dtype.itemsize
+    # Shards made ahead must outlive those that are read before them.
+    if limit and limit < (needed := num_bytes * min(1, 3 * SHARDS_AHEAD * len(cut.spans) / len(cut))):
+        problem = f"the shards that are read next have {format_bytes(needed)}. Give more"
+        raise setting_error("data.cache_limit", format_bytes(limit), problem)
     return tuple(
         BlockOrder(
             len(cut) << WINDOW_BITS,

@@ -176,7 +176,10 @@ def _make_ahead(parts: Sequence[BlockOrder], shards: Any, num_read: Any, stays: 
             if ahead[at] > SHARDS_AHEAD:
                 time.sleep(_POLL_SECONDS)
                 continue
-            shards.make(left[at].popleft())
+            number = left[at].popleft()
+            # One that was removed to save space is made again by its reader.
+            if shards.num_tokens(number) is None:
+                shards.make(number)
             if not left[at]:
                 del left[at]
 

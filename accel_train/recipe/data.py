@@ -10,7 +10,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
-from pydantic import AfterValidator, ConfigDict, Field, PrivateAttr, model_validator
+from pydantic import AfterValidator, ByteSize, ConfigDict, Field, PrivateAttr, TypeAdapter, model_validator
 
 from accel_train.core.errors import SettingError, setting_error
 from accel_train.core.format import LARGEST_COUNT
@@ -365,6 +365,17 @@ class WindowData(Data):
     the run trains, in shards of 1 MiB. Shards in random order form blocks of 8 MiB at first, and 256 MiB later, and
     samples are shuffled within a block. auto: blocks for more than 32 MiB of text, or 1 GiB of fine-tuning rows.
     """
+    cache_limit: (
+        Annotated[str, Field(pattern=r"^\d+(\.\d+)?[kMGT]i?B$", title="a size such as 500MB or 200GiB")] | None
+    ) = Field(default=None, examples=["200GiB"])
+    """Size of token shards (`order: blocks`) that stay in `cache_dir`, of all runs. Above it, those that were used
+    longest ago are removed, and made again when they are read. Default: no limit.
+    """
+
+    @property
+    def limit_bytes(self) -> int | None:
+        """Return `cache_limit` in bytes."""
+        return TypeAdapter(ByteSize).validate_python(self.cache_limit) if self.cache_limit else None
 
     @property
     def window(self) -> int:

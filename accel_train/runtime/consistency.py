@@ -25,7 +25,7 @@ from accel_train.task import TaskData
 OF_ONE_MACHINE: Any = {
     "output_dir": True,
     "log": True,
-    "data": {"train", "eval", "cache_dir", "num_workers", "pin_memory"},
+    "data": {"train", "eval", "cache_dir", "cache_limit", "num_workers", "pin_memory"},
 }
 """Settings that may differ between machines, or that only the main process uses. The data itself is compared."""
 OF_COMPUTATION = ("precision.", "model.", "loss.", "optimizer", "batch", "document mask", "parallel")

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import fsspec
 import pyarrow as arrow
 import pytest
+from fsspec.implementations.asyn_wrapper import AsyncFileSystemWrapper
 from fsspec.implementations.memory import MemoryFileSystem
 from pyarrow import parquet
 
@@ -269,3 +270,23 @@ def test_plan_prepare_and_a_second_start_read_the_bucket(tmp_path: Path) -> None
     train(recipe)
     assert "memory://bucket" in (tmp_path / "run" / "recipe.resolved.yaml").read_text()
     assert not Path(local_files(url)).exists()
+
+
+class Client(AsyncFileSystemWrapper):
+    """A store whose client does not work in a forked process, as those of S3 and others."""
+
+    protocol = "memory"
+    _strip_protocol = MemoryFileSystem._strip_protocol
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(MemoryFileSystem(), asynchronous=False, **options)
+
+
+def test_a_forked_process_has_its_own_client(tmp_path: Path, counting: type[Counting]) -> None:
+    path = jsonl(tmp_path)
+    url = put("memory://bucket/a.jsonl", path)
+    fsspec.register_implementation("memory", Client, clobber=True)
+    (file,) = remote_files(url)
+    assert file.read_bytes() == path.read_bytes()
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        assert pool.apply_async(RemoteFile.read_bytes, (file,)).get(20) == path.read_bytes()

@@ -195,6 +195,7 @@ TEMPLATE = (
 )
 IN_A_CASE = {
     "data.box_format": "tables of boxes",
+    "data.cache_limit": "text that is larger than a shard",
     "data.class_column": "tables of boxes",
     "data.image_column": "a table of images",
     "data.objects_column": "tables of images with lists of boxes",

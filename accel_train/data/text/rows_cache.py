@@ -35,7 +35,7 @@ LEAST_BYTES = 1 << 20
 
 # Part of every key. Raise it when the same rows would be encoded or stored in another way.
 _FORMAT = 1
-READ_LATER = {"cache_dir", "num_workers", "pin_memory", "shuffle", "group_by_length", "last_batch"}
+READ_LATER = {"cache_dir", "cache_limit", "num_workers", "pin_memory", "shuffle", "group_by_length", "last_batch"}
 """Settings that do not determine the encoding."""
 
 Values = dict[str, Any]

@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -26,6 +27,7 @@ from tqdm import tqdm
 from accel_train.buckets.files import RemoteFile
 from accel_train.core.errors import DataError
 from accel_train.core.files import sync
+from accel_train.core.terminal import is_main
 from accel_train.core.work import working
 from accel_train.data import cache
 from accel_train.data.encoding import encoding_of
@@ -47,11 +49,16 @@ SHUFFLED_UP_TO_BYTES = 32 << 20
 WINDOW_BITS = 32
 """Bits of the number of a window in the number of a sample. The bits above them have the shard."""
 
+EVICTED_EVERY = 32
+"""A shard whose number is a multiple of it looks for `data.cache_limit` once it is made."""
+
 _DIGEST_BYTES = 32
+_ATTEMPTS = 4
 _MOST_OPEN = 1024
 SHOWN = 16
 """Shards of which people see some samples."""
 _POLL_SECONDS = 0.02
+_SHOWN_AFTER_SECONDS = 3.0
 _WHOLE = -1
 _CUT = {"text", "jsonl"}
 
@@ -168,6 +175,8 @@ class Shards:
                 if not path.exists():
                     self._make(number, path)
                 path.with_suffix(".lock").unlink(missing_ok=True)
+            if self.data.limit_bytes and number % EVICTED_EVERY == 0:
+                cache.evict_shards(self.folder.parents[1], self.data.limit_bytes)
         except Timeout:
             return False
         except OSError as error:
@@ -182,34 +191,52 @@ class Shards:
         """Make shards, or wait until other processes have made them."""
         missing = [number for number in numbers if not self.path(number).exists()]
         while missing:
-            left = [number for number in missing if not self.make(number)]
+            # Seen when a resume has lost its cache, and counts the samples of the text before it.
+            shown = tqdm(missing, "tokenizing", delay=_SHOWN_AFTER_SECONDS, disable=not is_main(), leave=False)
+            left = [number for number in shown if not self.make(number)]
             if len(left) == len(missing):
                 with working("waiting for tokens"):
                     time.sleep(_POLL_SECONDS)
             missing = left
 
-    def num_tokens(self, number: int) -> int:
-        """Return the number of tokens of a shard, which must exist."""
-        return (self.path(number).stat().st_size - _DIGEST_BYTES) // self.dtype.itemsize
+    def num_tokens(self, number: int) -> int | None:
+        """Return the number of tokens of a shard that exists or was removed. None: it was not made."""
+        path = self.path(number)
+        num_bytes = None
+        with suppress(FileNotFoundError):
+            num_bytes = int(path.with_suffix(".size").read_text())
+        with suppress(FileNotFoundError):
+            num_bytes = path.stat().st_size
+        return num_bytes and (num_bytes - _DIGEST_BYTES) // self.dtype.itemsize
 
     def stream(self, number: int) -> TokenStream:
         """Return the tokens of a shard, as `content` does."""
-        self.content(number)
-        return TokenStream.of(self.path(number), self.dtype, self.num_tokens(number))
 
-    def content(self, number: int) -> NDArray[np.uint8]:
-        """Return what a shard holds, memory-mapped. One that differs from its digest is made again.
+        def opened(content: NDArray[np.uint8]) -> TokenStream:
+            stream = TokenStream.of(self.path(number), self.dtype, len(content) // self.dtype.itemsize)
+            # Maps the file.
+            stream.rows(np.zeros(1, np.int64), 1)
+            return stream
+
+        return self.content(number, opened)
+
+    def content(self, number: int, opened: Callable[[NDArray[np.uint8]], Any] = np.asarray) -> Any:
+        """Return what a shard holds, memory-mapped, as `opened` returns it. A damaged one is made again.
 
         Raises:
             DataError: as for `make`.
         """
         path = self.path(number)
-        for _ in range(2):
+        for _ in range(_ATTEMPTS):
             self.make_all([number])
-            found = np.memmap(path, np.uint8, mode="r")
-            if hashlib.sha256(found[:-_DIGEST_BYTES].data).digest() == found[-_DIGEST_BYTES:].tobytes():
-                return found[:-_DIGEST_BYTES]
-            path.unlink(missing_ok=True)
+            # Another process may remove it now.
+            with suppress(FileNotFoundError):
+                if self.data.limit_bytes:
+                    os.utime(path)
+                found = np.memmap(path, np.uint8, mode="r")
+                if hashlib.sha256(found[:-_DIGEST_BYTES].data).digest() == found[-_DIGEST_BYTES:].tobytes():
+                    return opened(found[:-_DIGEST_BYTES])
+                path.unlink()
         raise DataError(f"{path} does not keep what is written to it. Name another data.cache_dir")
 
     def _make(self, number: int, path: Path) -> None:
@@ -294,7 +321,7 @@ class ShardedWindows(Dataset[NDArray[np.int64]]):
         Return whether some were missing.
         """
         counted = {at: span for at, span in enumerate(self.shards.cut.spans) if spans is None or at in spans}
-        missing = [number for span in counted.values() for number in span if not self.shards.path(number).exists()]
+        missing = [number for span in counted.values() for number in span if self.shards.num_tokens(number) is None]
         self.shards.choose_encoder()
         with ThreadPoolExecutor(os.cpu_count()) as threads:
             made = threads.map(self.shards.make, missing)
@@ -322,8 +349,9 @@ class ShardedWindows(Dataset[NDArray[np.int64]]):
 
     def counts(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the number of windows of each shard, once all of them are made."""
-        self.shards.make_all(numbers.tolist())
-        tokens = np.array([self.shards.num_tokens(number) for number in numbers.tolist()])
+        num_tokens = self.shards.num_tokens
+        self.shards.make_all(number for number in numbers.tolist() if num_tokens(number) is None)
+        tokens = np.array([num_tokens(number) for number in numbers.tolist()])
         return np.maximum(0, -(-(tokens - 1) // self.sequence_length))
 
     def __getitem__(self, index: int) -> NDArray[np.int64]:
