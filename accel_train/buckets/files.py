@@ -75,7 +75,7 @@ def _store(url: str, process: int) -> Store:
     """Return the store of a process. Clients do not work in a forked process."""
     store = Store(url)
     # Credentials were checked when the files were listed.
-    store.limit_seconds = LOCK_SECONDS
+    store.limit_seconds, store.on_failure = LOCK_SECONDS, print
     return store
 
 

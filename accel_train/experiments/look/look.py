@@ -33,6 +33,8 @@ MOST_BATCHED = 2_048
 _BINS = 24
 _MOST_PRINTED = 2
 _MOST_LINES = 12
+_MOST_SHOWN = 600
+"""Characters of a prompt or an answer in the terminal: its beginning and its end."""
 
 
 @dataclass(frozen=True)
@@ -161,7 +163,11 @@ def format_look(look: Look, *, colour: bool) -> list[str]:
     lines += ["", *(f"{name:<9}{text}" for name, text in [*rows, *(("note", note) for note in look.notes)])]
     for unit in look.train[:_MOST_PRINTED]:
         marks = ("\x1b[32m", "\x1b[0m") if colour else ("»", "«")
-        text = "".join(part.join(marks) if counts and len(unit.parts) > 1 else part for part, counts in unit.parts)
+        parts = [
+            (text if len(text) <= _MOST_SHOWN else f"{text[: _MOST_SHOWN // 2]} ... {text[-_MOST_SHOWN // 2 :]}", counts)
+            for text, counts in unit.parts
+        ]
+        text = "".join(part.join(marks) if counts and len(parts) > 1 else part for part, counts in parts)
         lines += (
             ["", unit.where, *(f"  {line}" for line in text.splitlines()[:_MOST_LINES] if line.strip())] if text else []
         )
