@@ -17,7 +17,7 @@ BUDGETS: dict[str, int] = {
     "accel_train/core": 11_350,
     "accel_train/data": 84_550,
     "accel_train/engine": 19_050,
-    "accel_train/experiments": 64_150,
+    "accel_train/experiments": 64_200,
     "accel_train/guard": 1_950,
     "accel_train/hf": 34_250,
     "accel_train/inference": 18_250,

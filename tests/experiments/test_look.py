@@ -330,7 +330,7 @@ def test_a_sample_that_is_not_finite_is_found_in_a_custom_task(tmp_path: Path) -
 
 
 def test_every_kind_is_planted() -> None:
-    planted = {each.__name__ for each in PLANTED} | MASKS.keys() | {"no_boxes", "blank_images", "not_finite"}
+    planted = {each.__name__ for each in PLANTED} | MASKS.keys() | {"no_boxes", "blank_images", "not_finite", "broken"}
     assert planted - {""} == KINDS.keys()
 
 

@@ -301,7 +301,7 @@ class ShardedWindows(Dataset[NDArray[np.int64]]):
 
     @property
     def samples_by_source(self) -> tuple[range, ...]:
-        """As many sample numbers for each source with a weight as it has windows, from the first one on."""
+        """Numbers of samples of each source with a weight: as many as it has windows, from the first one on."""
         if not self.shards.cut.by_source:
             return ()
         firsts = [span.start << WINDOW_BITS for span in self.shards.cut.spans]

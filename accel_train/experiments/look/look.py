@@ -164,11 +164,16 @@ def format_look(look: Look, *, colour: bool) -> list[str]:
     for unit in look.train[:_MOST_PRINTED]:
         marks = ("\x1b[32m", "\x1b[0m") if colour else ("»", "«")
         parts = [
-            (text if len(text) <= _MOST_SHOWN else f"{text[: _MOST_SHOWN // 2]} ... {text[-_MOST_SHOWN // 2 :]}", counts)
-            for text, counts in unit.parts
+            part.join(marks) if counts and len(unit.parts) > 1 else part
+            for part, counts in ((_shortened(text), counts) for text, counts in unit.parts)
         ]
-        text = "".join(part.join(marks) if counts and len(parts) > 1 else part for part, counts in parts)
+        text = "".join(parts)
         lines += (
             ["", unit.where, *(f"  {line}" for line in text.splitlines()[:_MOST_LINES] if line.strip())] if text else []
         )
     return lines
+
+
+def _shortened(text: str) -> str:
+    half = _MOST_SHOWN // 2
+    return text if len(text) <= _MOST_SHOWN else f"{text[:half]} ... {text[-half:]}"
