@@ -170,3 +170,24 @@ def test_killed_and_gone_on_with_2_1_4_processes_blocks_are_the_uninterrupted_ru
     assert [read[step] for step in range(STEPS)] == [order.step_samples(step).tolist() for step in range(STEPS)]
     for line, before in zip(metrics(output), metrics(tmp_path / "whole"), strict=True):
         assert line["step_loss"] == pytest.approx(before["step_loss"], rel=1e-5)
+
+
+def test_weighted_rows_in_blocks_keep_their_shares(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    short_blocks(monkeypatch)
+    recipe = blocks(tmp_path, 300)
+    first = Path(recipe["data"]["train"])
+    other = first.with_name("other.jsonl")
+    write_rows(str(other), [{"prompt": f"{number}", "completion": "()" * (number % 7 + 1)} for number in range(300)])
+    names = {"rows": (first, {0: 3, 12: 1}), "other": (other, 1)}
+    recipe["data"]["train"] = [{"source": str(path), "weight": weight} for path, weight in names.values()]
+    recipe["options"] = {"record": str(tmp_path / "reads")}
+    (tmp_path / "reads").mkdir()
+    train(recipe)
+    spans = rows_of(recipe).shards.cut.spans
+    read = samples_by_step(tmp_path / "reads", 1, BATCH)[:STEPS]
+    drawn = [sum(sample >> 32 in spans[1] for step in steps for sample in step) for steps in (read[:12], read[12:])]
+    assert drawn == [12 * BATCH // 4, 12 * BATCH // 2]
+    last = metrics(tmp_path / "run")[-1]
+    lengths = {name: last.get(f"{name}/tokens", last.get(f"{name}/samples")) for name in names}
+    assert lengths["other"] / (lengths["rows"] + lengths["other"]) == pytest.approx(sum(drawn) / (STEPS * BATCH))
+    assert last["other/loss"] > 0
