@@ -60,7 +60,7 @@ def faults(s3_environment: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fa
 
     class Handler(WSGIRequestHandler):
         def log(self, *args: Any) -> None:
-            pass
+            """Print nothing: the run's output is looked at."""
 
     application = Faults(DomainDispatcherApplication(create_backend_app))
     server = make_server("127.0.0.1", 0, application, threaded=True, request_handler=Handler)

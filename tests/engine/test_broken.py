@@ -265,7 +265,7 @@ def test_a_cut_tar_and_an_unreadable_image_in_another_have_no_weight(tmp_path: P
 def test_a_broken_evaluation_image_is_refused_by_name_as_early_as_it_is_read(
     tmp_path: Path, task: str, number: int
 ) -> None:
-    """With 70 images, a start decodes 64 of them, and number 7 is none of them. Others are found by the evaluation."""
+    """Of 70 images, a start decodes 64, and number 7 is not among them. Others are found by the evaluation."""
     count, train = 70, write_folder(task, tmp_path / "train")
     path = write_folder(task, tmp_path / "held", range(count))
     untried = sorted({*range(count)} - {*evenly_spaced(count, 64)})

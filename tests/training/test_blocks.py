@@ -226,36 +226,44 @@ def test_each_source_of_blocks_is_read_once_in_its_epochs_and_ends(
         assert (len(own) == 2 * len(every)) == (at == 2)
 
 
-@pytest.mark.faults
-@pytest.mark.parametrize("made", [blocks, mixed])
-def test_killed_and_gone_on_with_2_1_4_2_processes_blocks_are_the_uninterrupted_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, made: Any
+def assert_goes_on_after_kills(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, made: Any, processes_of: tuple[int, ...], num_steps: int
 ) -> None:
+    """Kill each launch but the last one, and compare samples and losses with an uninterrupted run of 2 processes."""
     generator = random.Random(4)
     other = {"cache_dir": str(tmp_path / "other")}
     whole = made(tmp_path, output_dir=str(tmp_path / "whole"), data=other, options={"shard_bytes": 1024})
     path = write_yaml(tmp_path / "whole.yaml", whole)
     run_forked(["run", str(path)], 2, folder=tmp_path / "processes").expect(0, 240)
     output, begun_at, read = tmp_path / "run", 0, dict[int, list[int]]()
-    for number, processes in enumerate((2, 1, 4, 2)):
+    for number, processes in enumerate(processes_of):
         reads = tmp_path / "reads" / str(number)
         reads.mkdir(parents=True)
         options: Settings = {"record": str(reads), "first_step": begun_at, "shard_bytes": 1024}
-        if number < 3:
+        is_last = number == len(processes_of) - 1
+        if not is_last:
             options["kill_at"] = {"step": 8 * number + generator.randrange(4, 8), "rank": processes - 1}
         recipe = made(tmp_path, output_dir=str(output), options=options, checkpoint={"every_steps": 3})
         path = write_yaml(tmp_path / "run.yaml", recipe)
         forked = run_forked(["run", str(path)], processes, folder=tmp_path / f"processes {number}")
-        assert forked.wait()[-1] == (0 if number == 3 else -signal.SIGKILL)
+        assert forked.wait()[-1] == (0 if is_last else -signal.SIGKILL)
         steps = samples_by_step(reads, processes, BATCH)
-        read |= {begun_at + at: samples for at, samples in enumerate(steps) if begun_at + at < STEPS}
+        read |= {begun_at + at: samples for at, samples in enumerate(steps) if begun_at + at < num_steps}
         begun_at = int(sorted((output / "checkpoints").glob("step-*"))[-1].name.removeprefix("step-"))
-    assert len(event_steps(output, "resume")) == 3
+    assert len(event_steps(output, "resume")) == len(processes_of) - 1
     short_blocks(monkeypatch)
     order = order_of(whole)
-    assert [read[step] for step in range(STEPS)] == [order.step_samples(step).tolist() for step in range(STEPS)]
+    assert [read[step] for step in range(num_steps)] == [order.step_samples(step).tolist() for step in range(num_steps)]
     for line, before in zip(metrics(output), metrics(tmp_path / "whole"), strict=True):
         assert line["step_loss"] == pytest.approx(before["step_loss"], rel=1e-5)
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("made", [blocks, mixed])
+def test_killed_and_gone_on_with_2_1_4_2_processes_blocks_are_the_uninterrupted_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, made: Any
+) -> None:
+    assert_goes_on_after_kills(tmp_path, monkeypatch, made, (2, 1, 4, 2), STEPS)
 
 
 @pytest.mark.faults

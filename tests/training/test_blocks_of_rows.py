@@ -3,7 +3,6 @@
 import json
 import random
 import shutil
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -12,24 +11,20 @@ import pytest
 
 from accel_train import train
 from accel_train.data.text import shards
-from accel_train.engine.block_order import block_orders
 from accel_train.experiments.look.look import look_at
 from accel_train.plan.plan import resolve_plan
 from accel_train.plan.prepare import prepare
 from accel_train.recipe.loader import Recipe
 from accel_train.tasks.causal_lm.task import CausalLM
-from tests.support.processes import run_forked
 from tests.support.runs import (
     Settings,
-    event_steps,
     metrics,
     recipe_dict,
     samples_by_step,
     train_recipe,
     write_rows,
-    write_yaml,
 )
-from tests.training.test_blocks import BATCH, short_blocks
+from tests.training.test_blocks import BATCH, assert_goes_on_after_kills, short_blocks
 
 STEPS = 24
 
@@ -145,31 +140,7 @@ def test_blocks_are_the_same_run_on_1_2_and_4_processes(tmp_path: Path, monkeypa
 def test_killed_and_gone_on_with_2_1_4_processes_blocks_are_the_uninterrupted_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    generator = random.Random(4)
-    other = {"cache_dir": str(tmp_path / "other")}
-    whole = blocks(tmp_path, output_dir=str(tmp_path / "whole"), data=other, options={"shard_bytes": 1024})
-    path = write_yaml(tmp_path / "whole.yaml", whole)
-    run_forked(["run", str(path)], 2, folder=tmp_path / "processes").expect(0, 240)
-    output, begun_at, read = tmp_path / "run", 0, dict[int, list[int]]()
-    for number, processes in enumerate((2, 1, 4)):
-        reads = tmp_path / "reads" / str(number)
-        reads.mkdir(parents=True)
-        options: Settings = {"record": str(reads), "first_step": begun_at, "shard_bytes": 1024}
-        if number < 2:
-            options["kill_at"] = {"step": 8 * number + generator.randrange(4, 8), "rank": processes - 1}
-        recipe = blocks(tmp_path, output_dir=str(output), options=options, checkpoint={"every_steps": 3})
-        path = write_yaml(tmp_path / "run.yaml", recipe)
-        forked = run_forked(["run", str(path)], processes, folder=tmp_path / f"processes {number}")
-        assert forked.wait()[-1] == (0 if number == 2 else -signal.SIGKILL)
-        steps = samples_by_step(reads, processes, BATCH)
-        read |= {begun_at + at: samples for at, samples in enumerate(steps) if begun_at + at < STEPS}
-        begun_at = int(sorted((output / "checkpoints").glob("step-*"))[-1].name.removeprefix("step-"))
-    assert len(event_steps(output, "resume")) == 2
-    short_blocks(monkeypatch)
-    order = block_orders(Recipe.model_validate(whole), rows_of(whole), BATCH)[0]
-    assert [read[step] for step in range(STEPS)] == [order.step_samples(step).tolist() for step in range(STEPS)]
-    for line, before in zip(metrics(output), metrics(tmp_path / "whole"), strict=True):
-        assert line["step_loss"] == pytest.approx(before["step_loss"], rel=1e-5)
+    assert_goes_on_after_kills(tmp_path, monkeypatch, blocks, (2, 1, 4), STEPS)
 
 
 def test_weighted_rows_in_blocks_keep_their_shares(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
