@@ -6,6 +6,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Generator, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def pytest_runtest_protocol() -> Generator[None, Any, Any]:
     """Restore the process after each test and its fixtures, also those of its module."""
     with nothing_left():
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any]) -> Generator[None, Any, Any]:
+    """Let the first test of a module find what the later ones do: each process begins with another one."""
+    with nullcontext() if fixturedef.scope == "function" else nothing_left():
         return (yield)
 
 

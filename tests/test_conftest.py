@@ -19,8 +19,11 @@ from accelerate import Accelerator, PartialState
 @pytest.fixture(scope="module", autouse=True)
 def leaving():
     os.environ["OF_THE_MODULE"] = "left"
+    Accelerator(cpu=True)
 
 def test_first():
+    assert "OF_THE_MODULE" not in os.environ
+    assert PartialState._shared_state == {}
     os.environ.update(OF_A_TEST="left", CHANGED="left")
     del os.environ["DELETED"]
     Accelerator(cpu=True)
