@@ -24,6 +24,7 @@ from accel_train.experiments.look.look import Look, look_at
 from accel_train.experiments.look.units import near_pairs
 from accel_train.recipe.schema import Recipe
 from accel_train.task import Batch, Collated, Task, TaskData
+from accel_train.training import output
 from tests.cli.test_json import VALIDATOR
 from tests.support.detectors import YOLOS
 from tests.support.runs import SCENES, TINY_MODEL, recipe_dict, tiny_recipe, write_jsonl, write_recipe_file, write_rows
@@ -203,8 +204,10 @@ def test_a_defect_of_texts_is_found_and_nothing_else(tmp_path: Path, plant: Plan
             data["folder"] = str(tmp_path / "tokenizer")
         plant(train, held, data)
 
-    found = [each.kind for each in of_texts(tmp_path, with_folder).findings]
-    assert found == [plant.__name__, *(["missing_class"] if plant is one_class else [])]
+    look = of_texts(tmp_path, with_folder)
+    assert [each.kind for each in look.findings] == [plant.__name__, *(["missing_class"] if plant is one_class else [])]
+    if plant is few_held_out:
+        assert [*look.findings[0].examples] == output.few_held_out(look.data.facts, "a file", 0.0)
 
 
 def test_clean_texts_have_no_finding(tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ import torch
 from accel_train.data.labels import class_doubts
 from accel_train.experiments.look.units import Unit, Units, near_pairs
 from accel_train.task import Collated
-from accel_train.training.output import FEW_HELD_OUT
 
 KINDS = {
     "teaches_nothing": "{} of the first {} steps have no target, so they teach nothing. Check labels and masks",
@@ -41,7 +40,7 @@ KINDS = {
     "near_duplicates": "{} of {} training texts are nearly copies of others. Remove them, or accept their weight",
     "cut": "{} of {} texts are cut. Raise the maximum length",
     "padding": "{} of {} positions in the first steps are padding. Set data.group_by_length: true",
-    "few_held_out": "{} of {} samples are held out, too few to measure. Raise data.eval_fraction, or give data.eval",
+    "few_held_out": "{} of {} samples are held out, too few to measure",
 }
 """Sentence of each kind of finding, with a count and a total, in order of harm."""
 LEAST_SHARES = {
@@ -69,6 +68,8 @@ _MOST_EXAMPLES = 3
 _FEWEST_NEAR = 20
 """Units of a side from which near copies are a finding. Of a few long documents, some are often alike."""
 MOST_FILES = 50
+_FEWEST_COMPARED = 100
+"""Evaluation samples from which their shares of classes are compared with the shares in training."""
 _FEWEST_OF_FILE = 10
 """Samples of a class in a file from which its classes are compared with the other files' classes."""
 _BUCKETS = 4096
@@ -99,12 +100,18 @@ class Finding:
         return self.kind in STOPS
 
 
-def find(train: Units, held: Units, names: Sequence[str], of_steps: Iterable[Finding]) -> list[Finding]:
-    """Return the findings about training samples, evaluation samples, and steps, the most harmful first."""
+def find(
+    train: Units, held: Units, names: Sequence[str], of_steps: Iterable[Finding], too_few: Sequence[str]
+) -> list[Finding]:
+    """Return the findings about training samples, evaluation samples, and steps, the most harmful first.
+
+    `too_few` are the run's sentences on too few samples that are held out.
+    """
     found = chain(
         _of_samples([*train, *held]),
         _repeated(train, held),
         _of_classes(train, held, names),
+        [Finding("few_held_out", len(held) if too_few else 0, len(train) + len(held), (*too_few,))],
         [_finding("swapped_labels", list(_swapped(train)), len(train))],
         of_steps,
     )
@@ -149,11 +156,8 @@ def _of_classes(train: Units, held: Units, names: Sequence[str]) -> Iterator[Fin
     yield Finding("one_class", max(counts.values()), len(train))
     doubts = [doubt.problem for doubt in class_doubts({names[number]: count for number, count in counts.items()})]
     yield Finding("doubtful_labels", len(doubts), len(names), tuple(doubts))
-    if len(held) < FEW_HELD_OUT:
-        yield Finding("few_held_out", len(held), len(train) + len(held))
-    else:
-        moved = sum(max(0, others[number] - counts[number] * len(held) / len(train)) for number in others)
-        yield Finding("other_shares", round(moved), len(held))
+    moved = sum(max(0, others[number] - counts[number] * len(held) / len(train)) for number in others)
+    yield Finding("other_shares", round(moved) if len(held) >= _FEWEST_COMPARED else 0, len(held))
 
 
 def findings_of_steps(steps: Steps, *, shuffled: bool) -> list[Finding]:

@@ -25,6 +25,7 @@ from accel_train.recipe.schema import Recipe
 from accel_train.report.watch import sparkline
 from accel_train.runtime.launch_environment import with_launch_environment
 from accel_train.task import Collated, TaskData, read_data
+from accel_train.training.output import few_held_out
 
 MOST_STEPS = 8
 """Steps whose batches are read."""
@@ -112,7 +113,8 @@ def look_at(recipe: Recipe, *, progress: bool = False) -> Look:
     train, held = (list(read_units(data, recipe.data, is_training=side)) for side in (True, False))
     batches = list(_batches(data, order, sizes.per_device_batch_size))
     of_steps = findings_of_steps(batches, shuffled=order.shuffle)
-    findings = find(train, held, data.facts.label_names or (), of_steps)
+    too_few = few_held_out(data.facts, recipe.data.eval, recipe.data.eval_fraction)
+    findings = find(train, held, data.facts.label_names or (), of_steps, too_few)
     broken = [each for each in findings if each.kind == "unreadable" and each.count <= data.max_broken]
     # Broken evaluation samples are never allowed.
     if broken and not any("unreadable" in unit.problems for unit in held):
