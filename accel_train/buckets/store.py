@@ -157,6 +157,14 @@ class Store:
             with suppress(FileNotFoundError):
                 self._ask(self._files.rm_file, self._path(name))
 
+    def end_uploads(self) -> None:
+        """Remove the parts of files that a kill left in S3: they are in no listing, and are paid for."""
+        # Other stores have no such function, and credentials need not allow it.
+        with suppress(Exception):
+            bucket, below, _ = self._files.split_path(self._root)
+            for each in self._files.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=f"{below}/")["Uploads"]:
+                self._files.abort_mpu(bucket, each["Key"], each["UploadId"])
+
     def take_lock(self, folder: Path) -> None:
         """Write or renew the lock for a local run folder.
 

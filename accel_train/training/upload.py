@@ -55,6 +55,7 @@ class Upload:
         store = self._store
         with working(f"asking {store.url}"):
             store.take_lock(self._folder)
+            store.end_uploads()
             for path in map(Path, store.names("checkpoints")):
                 if step_of(path.parent) is not None:
                     manifest = store.read(str(path)) if path.name == MANIFEST else b""

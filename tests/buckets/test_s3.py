@@ -64,6 +64,16 @@ def test_a_run_goes_on_from_the_bucket_alone_and_ends_as_one_that_was_not_interr
     assert losses(folder) == losses(whole.output_dir)
 
 
+def test_parts_of_files_that_a_kill_left_are_removed_and_no_others(place: Path, bucket: Bucket) -> None:
+    for name in ("run/checkpoints/step-00000002/model.safetensors", "run-2/model.safetensors"):
+        started = bucket.client.create_multipart_upload(Bucket=bucket.name, Key=name)
+        bucket.client.upload_part(
+            Bucket=bucket.name, Key=name, UploadId=started["UploadId"], PartNumber=1, Body=bytes(5 << 20)
+        )
+    train(recipe_of(place, f"{bucket.url}/run"))
+    assert bucket.uploads() == ["run-2/model.safetensors"]
+
+
 def test_a_rollback_goes_to_a_checkpoint_that_came_from_the_bucket(place: Path, bucket: Bucket) -> None:
     faulty = {
         "task": "tests.support.tasks.disk_faults:DiskTask",

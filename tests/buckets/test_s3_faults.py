@@ -117,13 +117,17 @@ def test_a_file_whose_answers_are_cut_is_copied_whole(place: Path, faults: Fault
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == {f"{n}.txt": content for n in range(6)}
 
 
-def test_training_goes_on_while_the_store_is_away(place: Path, faults: Faults, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("seconds", [0, pytest.param(60, marks=pytest.mark.slow)])
+def test_training_goes_on_while_the_store_is_away(
+    place: Path, faults: Faults, monkeypatch: pytest.MonkeyPatch, seconds: float
+) -> None:
     bucket, enter = Bucket(), Upload.__enter__
     report = Path(local_run(f"{bucket.url}/run")) / "report.html"
 
     def is_back() -> None:
         while not report.exists():
             time.sleep(0.01)
+        time.sleep(seconds)
         faults.is_away = False
 
     def then_away(upload: Upload) -> Upload:
