@@ -16,6 +16,7 @@ from accel_train.buckets.store import LOCK_SECONDS, Stamp, Store, is_of_store
 from accel_train.core.errors import SettingError
 from accel_train.core.files import make_folders, user_cache, write_atomically
 from accel_train.core.json_io import json_digest
+from accel_train.core.redaction import shown_as
 
 READ_AHEAD_BYTES = (1 << 20) + (1 << 16)
 """Bytes after a position that a request also reads: a shard of text, and the lines at its ends."""
@@ -100,7 +101,13 @@ def remote_files(name: str) -> list[RemoteFile]:
 
 def local_files(name: str) -> str:
     """Return the path of the copy of a file, folder, or pattern in a bucket. Other names are returned unchanged."""
-    return str(user_cache() / "files" / name.replace("://", "/", 1)) if is_of_store(name) else name
+    if not is_of_store(name):
+        return name
+    scheme, _, rest = name.partition("://")
+    folder = f"{user_cache()}/files/{scheme}/"
+    # A path begins with one slash.
+    shown_as[folder] = f"{scheme}://{rest[: rest.startswith('/')]}"
+    return folder + rest.lstrip("/")
 
 
 def fetch_files(name: str) -> str:

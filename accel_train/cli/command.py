@@ -196,7 +196,7 @@ def result_of(kind: type[T], source: object, /, **others: object) -> T:
 def show(text: str) -> None:
     """Print an answer on stdout, with lines broken between words at the terminal's width, or at COLUMNS."""
     width = columns_of(sys.stdout)
-    print("\n".join(wrap(line, width) for line in text.split("\n")), flush=True)
+    print("\n".join(wrap(line, width) for line in redact_text(text).split("\n")), flush=True)
 
 
 def say(text: str) -> None:

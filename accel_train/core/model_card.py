@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from accel_train.core.redaction import redact_text
+
 FILE = "README.md"
 FOLDER = "path/of/this/folder"
 """Stands for the model's folder in the code of a card. A push writes the name of the repository instead."""
@@ -54,7 +56,7 @@ class Card:
     def __str__(self) -> str:
         head = f"---\n{self.metadata}\n---\n" if self.metadata else ""
         parts = [head, self.about, *(f"## {name}\n{text}" for name, text in self.sections)]
-        return "".join(parts).rstrip() + "\n"
+        return redact_text("".join(parts).rstrip() + "\n")
 
     def with_section(self, name: str, text: str) -> "Card":
         """Return the card with this text in a section, added at the end if it is new; an empty text removes it."""

@@ -34,6 +34,8 @@ _SECRETS_IN_TEXT = (
         r"|xox[a-z]-[A-Za-z0-9-]{10,}|(?:AKIA|ASIA)[A-Z0-9]{16})"
     ),
 )
+shown_as: dict[str, str] = {}
+"""Beginnings of paths, each with the text that users see for it: copies of files in a bucket have their URLs."""
 _known: set[str] = set()
 _known_in_text: re.Pattern[str] | None = None
 
@@ -91,7 +93,9 @@ def redact(value: Any, name: str = "") -> Any:
 
 
 def redact_text(text: str) -> str:
-    """Return a text without registered secrets and without strings that look like secrets."""
+    """Return a text without registered secrets and without strings that look like secrets; as users know its paths."""
+    for path, shown in shown_as.items():
+        text = text.replace(path, shown)
     if _known_in_text is not None:
         text = _known_in_text.sub(REDACTED, text)
     for pattern in _SECRETS_IN_TEXT:

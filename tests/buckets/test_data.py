@@ -15,7 +15,8 @@ from accel_train.buckets.store import Store
 from accel_train.cli.main import main
 from accel_train.plan.plan import resolve_plan
 from accel_train.recipe.schema import Recipe
-from tests.support.runs import losses, recipe_dict, refused, write_yaml
+from tests.support.every_task import CASES
+from tests.support.runs import Capture, losses, recipe_dict, refused, write_yaml
 
 
 @pytest.fixture(autouse=True)
@@ -49,6 +50,26 @@ def write(url: str, content: bytes) -> None:
 def recipe_of(folder: Path, name: str, train: Any, **sections: Any) -> Recipe:
     sections["data"] = {"train": train, **sections.get("data", {})}
     return Recipe.model_validate(recipe_dict(folder, task="causal-lm", output_dir=str(folder / name), **sections))
+
+
+def test_lines_and_files_name_the_data_there_and_not_its_copy(place: Path, capsys: Capture) -> None:
+    url, root = "memory://bucket/rows.csv", str(place / "own-cache" / "files")
+    rows = "".join(f"cup {number},tea\nwheel {number},car\n" for number in range(30))
+    write(url, f"text,label\n{rows}a lid,\n".encode())
+    sections = CASES["text-classification"](place)
+    sections["data"] |= {"train": url, "eval_fraction": 0.2}
+    recipe = recipe_dict(place, task="text-classification", output_dir=str(place / "run"), **sections)
+    path = str(write_yaml(place / "recipe.yaml", recipe))
+    assert main(["run", path]) == 2
+    for command in ("plan", "data", "run"):
+        assert main([command, path, "--data.missing_labels", "drop"]) == 0
+    assert main(["evaluate", str(place / "run"), url]) == 2
+    told = capsys.readouterr()
+    assert (told.out + told.err).count(f"{url}:62") == 5
+    assert root not in told.out + told.err
+    assert [*(place / "run").rglob("data.html")]
+    for file in (place / "run").rglob("*"):
+        assert not file.is_file() or root.encode() not in file.read_bytes()
 
 
 @pytest.mark.parametrize("pattern", ["corpus.jsonl", "*.jsonl", ""])

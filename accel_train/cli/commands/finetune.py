@@ -14,7 +14,6 @@ from accel_train.cli.command import (
     value,
 )
 from accel_train.cli.commands.train import run_recipe
-from accel_train.core.redaction import redact_text
 from accel_train.core.terminal import is_main
 from accel_train.recipe.tasks import finetune_tasks
 
@@ -35,7 +34,7 @@ def _finetune(arguments: Arguments, settings: Settings) -> Outcome:
         labels = (arguments.label,) if arguments.label else ()
         written = write_recipe(path, settings, text=texts, label=labels, file=arguments.recipe, **given)
     if is_main():
-        show(redact_text("\n".join(written.lines(show_all=arguments.dry_run or arguments.verbose))))
+        show("\n".join(written.lines(show_all=arguments.dry_run or arguments.verbose)))
     result = result_of(
         results.FinetuneResult,
         written.found,

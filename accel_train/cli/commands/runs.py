@@ -101,8 +101,8 @@ def _predict(arguments: Arguments, settings: Settings) -> Outcome:
 
 
 def _print_notes(run: "TrainedRun") -> None:
-    for note in run.notes if run.accelerator.is_main_process else ():
-        print(note, file=sys.stderr)
+    for note in run.notes:
+        say(note)
 
 
 def _sampling_of(arguments: Arguments) -> dict[str, Any]:

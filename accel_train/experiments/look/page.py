@@ -8,6 +8,7 @@ from PIL import Image
 
 from accel_train.core.format import format_count
 from accel_train.core.ownership import write_file
+from accel_train.core.redaction import redact_text
 from accel_train.core.state import JsonRecord
 from accel_train.experiments.look.look import Look
 from accel_train.report.pictures import Box, address_of, color_of_class, draw_boxes, draw_mask
@@ -27,7 +28,7 @@ def write_page(look: Look, path: Path) -> Path:
         uplot={"css": ""},
         footer=made_by(),
     )
-    return write_file(path, page.encode(errors="replace"), path.parent)
+    return write_file(path, redact_text(page).encode(errors="replace"), path.parent)
 
 
 def _pictures(look: Look) -> Iterator[JsonRecord]:
