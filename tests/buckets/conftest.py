@@ -11,11 +11,23 @@ from urllib.error import URLError
 from urllib.request import urlopen
 
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
+from accel_train.recipe.schema import Recipe
 from tests.support.processes import free_port
+from tests.support.runs import recipe_dict
 
 SECRET = "planted/secret+of+the+tests"
 KEY_ID = "AKIAPLANTEDKEYOFTESTS"
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A cache next to the corpus; the stores in memory end up empty."""
+    monkeypatch.setenv("ACCEL_TRAIN_CACHE", str(tmp_path / "own-cache"))
+    yield
+    MemoryFileSystem.store.clear()
+    MemoryFileSystem.pseudo_dirs[:] = [""]
 
 
 @pytest.fixture(scope="session")
@@ -57,6 +69,11 @@ def s3_environment(s3_server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPat
         "AWS_SHARED_CREDENTIALS_FILE": str(tmp_path / "no-credentials"),
     }.items():
         monkeypatch.setenv(name, value)
+
+
+def recipe_of(folder: Path, url: str, **sections: Any) -> Recipe:
+    sections = {"checkpoint": {"every_steps": 2, "keep": 2}} | sections
+    return Recipe.model_validate(recipe_dict(folder, task="causal-lm", output_dir=url, **sections))
 
 
 class Bucket:

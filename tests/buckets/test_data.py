@@ -1,13 +1,11 @@
 """Data in a bucket: a run on it is the run on local files, and only what has changed is copied again."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import fsspec
 import pytest
-from fsspec.implementations.memory import MemoryFileSystem
 
 from accel_train import train
 from accel_train.buckets.files import fetch_files, local_files
@@ -17,15 +15,6 @@ from accel_train.plan.plan import resolve_plan
 from accel_train.recipe.schema import Recipe
 from tests.support.every_task import CASES
 from tests.support.runs import Capture, losses, recipe_dict, refused, write_yaml
-
-
-@pytest.fixture(autouse=True)
-def place(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The folder with the corpus, and a cache there; the stores in memory end up empty."""
-    monkeypatch.setenv("ACCEL_TRAIN_CACHE", str(corpus / "own-cache"))
-    yield corpus
-    MemoryFileSystem.store.clear()
-    MemoryFileSystem.pseudo_dirs[:] = [""]
 
 
 @pytest.fixture
@@ -52,33 +41,35 @@ def recipe_of(folder: Path, name: str, train: Any, **sections: Any) -> Recipe:
     return Recipe.model_validate(recipe_dict(folder, task="causal-lm", output_dir=str(folder / name), **sections))
 
 
-def test_lines_and_files_name_the_data_there_and_not_its_copy(place: Path, capsys: Capture) -> None:
-    url, root = "memory://bucket/rows.csv", str(place / "own-cache" / "files")
+def test_lines_and_files_name_the_data_there_and_not_its_copy(corpus: Path, capsys: Capture) -> None:
+    url, root = "memory://bucket/rows.csv", str(corpus / "own-cache" / "files")
     rows = "".join(f"cup {number},tea\nwheel {number},car\n" for number in range(30))
     write(url, f"text,label\n{rows}a lid,\n".encode())
-    sections = CASES["text-classification"](place)
+    sections = CASES["text-classification"](corpus)
     sections["data"] |= {"train": url, "eval_fraction": 0.2}
-    recipe = recipe_dict(place, task="text-classification", output_dir=str(place / "run"), **sections)
-    path = str(write_yaml(place / "recipe.yaml", recipe))
+    recipe = recipe_dict(corpus, task="text-classification", output_dir=str(corpus / "run"), **sections)
+    path = str(write_yaml(corpus / "recipe.yaml", recipe))
     assert main(["run", path]) == 2
     for command in ("plan", "data", "run"):
         assert main([command, path, "--data.missing_labels", "drop"]) == 0
-    assert main(["evaluate", str(place / "run"), url]) == 2
+    assert main(["evaluate", str(corpus / "run"), url]) == 2
     told = capsys.readouterr()
     assert (told.out + told.err).count(f"{url}:62") == 5
     assert root not in told.out + told.err
-    assert [*(place / "run").rglob("data.html")]
-    for file in (place / "run").rglob("*"):
+    assert [*(corpus / "run").rglob("data.html")]
+    for file in (corpus / "run").rglob("*"):
         assert not file.is_file() or root.encode() not in file.read_bytes()
 
 
 @pytest.mark.parametrize("pattern", ["corpus.jsonl", "*.jsonl", ""])
-def test_a_run_on_a_file_a_pattern_or_a_folder_of_a_bucket_is_the_run_on_local_files(place: Path, pattern: str) -> None:
-    write("memory://bucket/text/corpus.jsonl", (place / "corpus.jsonl").read_bytes())
+def test_a_run_on_a_file_a_pattern_or_a_folder_of_a_bucket_is_the_run_on_local_files(
+    corpus: Path, pattern: str
+) -> None:
+    write("memory://bucket/text/corpus.jsonl", (corpus / "corpus.jsonl").read_bytes())
     if pattern != "":
         write("memory://bucket/text/other.csv", b"not,text\n1,2\n")
-    there = train(recipe_of(place, "there", f"memory://bucket/text/{pattern}".rstrip("/")))
-    here = train(recipe_of(place, "here", str(place / "corpus.jsonl")))
+    there = train(recipe_of(corpus, "there", f"memory://bucket/text/{pattern}".rstrip("/")))
+    here = train(recipe_of(corpus, "here", str(corpus / "corpus.jsonl")))
     assert losses(there.output_dir) == losses(here.output_dir)
     assert "memory://bucket/text" in (there.output_dir / "recipe.resolved.yaml").read_text()
     identities = [
@@ -106,7 +97,7 @@ def test_only_new_and_changed_files_are_copied_and_removed_ones_go(copied: list[
     assert copied == ["b.txt", ""], "a file alone is not yet known as one of the folder"
 
 
-def test_a_copy_that_was_interrupted_is_made_again(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_that_was_interrupted_is_made_again(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write("memory://bucket/a.txt", b"whole")
 
     def torn(store: Store, name: str, path: Path) -> None:
@@ -121,18 +112,18 @@ def test_a_copy_that_was_interrupted_is_made_again(place: Path, monkeypatch: pyt
     assert Path(fetch_files("memory://bucket/a.txt")).read_bytes() == b"whole"
 
 
-def test_data_that_is_not_there_is_one_line_before_the_model(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_data_that_is_not_there_is_one_line_before_the_model(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write("memory://bucket/a.txt", b"a")
-    refused(train, recipe_of(place, "run", "memory://bucket/*.jsonl").model_dump(), named="memory://bucket/*.jsonl")
-    sections = recipe_dict(place, task="causal-lm", data={"train": "file:///nowhere/at-all"})
-    assert main(["run", str(write_yaml(place / "run.yaml", sections))]) == 2
+    refused(train, recipe_of(corpus, "run", "memory://bucket/*.jsonl").model_dump(), named="memory://bucket/*.jsonl")
+    sections = recipe_dict(corpus, task="causal-lm", data={"train": "file:///nowhere/at-all"})
+    assert main(["run", str(write_yaml(corpus / "run.yaml", sections))]) == 2
     assert "file:///nowhere/at-all" in capsys.readouterr().err
 
 
-def test_weights_and_evaluation_sets_take_names_of_buckets(place: Path) -> None:
+def test_weights_and_evaluation_sets_take_names_of_buckets(corpus: Path) -> None:
     for name in ("web", "code"):
-        write(f"memory://bucket/{name}.jsonl", (place / "corpus.jsonl").read_bytes())
+        write(f"memory://bucket/{name}.jsonl", (corpus / "corpus.jsonl").read_bytes())
     sources = [{"source": f"memory://bucket/{name}.jsonl", "weight": 1} for name in ("web", "code")]
     sets = {name: f"memory://bucket/{name}.jsonl" for name in ("web", "code")}
-    plan = resolve_plan(recipe_of(place, "run", sources, data={"eval": sets}))
+    plan = resolve_plan(recipe_of(corpus, "run", sources, data={"eval": sets}))
     assert len([note for note in plan.notes if note.startswith("source ")]) == 2

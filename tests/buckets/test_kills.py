@@ -46,9 +46,8 @@ class Folder(Bucket):
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("kind, kills", [("file", 20), ("s3", 50)])
 def test_a_run_killed_while_uploading_leaves_no_half_checkpoint_and_goes_on_from_the_bucket_alone(
-    corpus: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, kind: str, kills: int
+    corpus: Path, request: pytest.FixtureRequest, kind: str, kills: int
 ) -> None:
-    monkeypatch.setenv("ACCEL_TRAIN_CACHE", str(corpus / "own-cache"))
     whole = train(tiny_recipe(corpus, **SETTINGS))
     bucket: Bucket = request.getfixturevalue("bucket") if kind == "s3" else Folder(corpus / "bucket")
     url = f"{bucket.url}/run"

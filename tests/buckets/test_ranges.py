@@ -61,9 +61,8 @@ class Counting(MemoryFileSystem):
 
 
 @pytest.fixture(autouse=True)
-def counting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Counting]]:
+def counting(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Counting]]:
     """The store of `memory://`. Shards have 4 KiB, and requests read some more ahead."""
-    monkeypatch.setenv("ACCEL_TRAIN_CACHE", str(tmp_path / "own-cache"))
     monkeypatch.setattr(shards_module, "SHARD_BYTES", 4096)
     monkeypatch.setattr("accel_train.buckets.files.READ_AHEAD_BYTES", 4608)
     monkeypatch.setattr("accel_train.buckets.store.FIRST_PAUSE_SECONDS", 0.001)
@@ -72,8 +71,6 @@ def counting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[C
     fsspec.register_implementation("memory", Counting, clobber=True)
     yield Counting
     fsspec.register_implementation("memory", MemoryFileSystem, clobber=True)
-    MemoryFileSystem.store.clear()
-    MemoryFileSystem.pseudo_dirs[:] = [""]
 
 
 def put(url: str, path: Path) -> str:

@@ -11,10 +11,9 @@ import pytest
 from accel_train import train
 from accel_train.buckets.files import fetch_files
 from accel_train.buckets.store import Store, local_run
-from accel_train.recipe.schema import Recipe
 from accel_train.training.upload import Upload
-from tests.buckets.conftest import Bucket
-from tests.support.runs import events, losses, recipe_dict
+from tests.buckets.conftest import Bucket, recipe_of
+from tests.support.runs import events, losses
 
 SLOW_DOWN = b"<?xml version='1.0'?><Error><Code>SlowDown</Code><Message>Reduce your request rate</Message></Error>"
 
@@ -75,18 +74,6 @@ def faults(s3_environment: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fa
     server.server_close()
 
 
-@pytest.fixture
-def place(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder with the corpus, and a cache there."""
-    monkeypatch.setenv("ACCEL_TRAIN_CACHE", str(corpus / "own-cache"))
-    return corpus
-
-
-def recipe_of(folder: Path, url: str) -> Recipe:
-    checkpoint = {"every_steps": 2, "keep": 2}
-    return Recipe.model_validate(recipe_dict(folder, task="causal-lm", checkpoint=checkpoint, output_dir=url))
-
-
 def arrived(bucket: Bucket, folder: Path) -> bool:
     """Whether the bucket has the files of a run, and no others."""
     here = {f"run/{path.relative_to(folder)}": path.read_bytes() for path in folder.rglob("*") if path.is_file()}
@@ -96,10 +83,10 @@ def arrived(bucket: Bucket, folder: Path) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["slow down", "error of a gateway", "no answer"])
-def test_of_every_third_request_that_fails_nothing_is_left(place: Path, faults: Faults, kind: str) -> None:
-    bucket, whole = Bucket(), train(recipe_of(place, str(place / "whole")))
+def test_of_every_third_request_that_fails_nothing_is_left(corpus: Path, faults: Faults, kind: str) -> None:
+    bucket, whole = Bucket(), train(recipe_of(corpus, str(corpus / "whole")))
     faults.kind = kind
-    folder = train(recipe_of(place, f"{bucket.url}/run")).output_dir
+    folder = train(recipe_of(corpus, f"{bucket.url}/run")).output_dir
     assert faults.num_failures > 20
     faults.kind = ""
     assert arrived(bucket, folder)
@@ -107,7 +94,7 @@ def test_of_every_third_request_that_fails_nothing_is_left(place: Path, faults: 
     assert len(events(folder, "upload_slow")) <= 1
 
 
-def test_a_file_whose_answers_are_cut_is_copied_whole(place: Path, faults: Faults) -> None:
+def test_a_file_whose_answers_are_cut_is_copied_whole(corpus: Path, faults: Faults) -> None:
     bucket, content = Bucket(), bytes(range(256)) * 4096
     for number in range(6):
         bucket.write(f"text/{number}.txt", content)
@@ -119,7 +106,7 @@ def test_a_file_whose_answers_are_cut_is_copied_whole(place: Path, faults: Fault
 
 @pytest.mark.parametrize("seconds", [0, pytest.param(60, marks=pytest.mark.slow)])
 def test_training_goes_on_while_the_store_is_away(
-    place: Path, faults: Faults, monkeypatch: pytest.MonkeyPatch, seconds: float
+    corpus: Path, faults: Faults, monkeypatch: pytest.MonkeyPatch, seconds: float
 ) -> None:
     bucket, enter = Bucket(), Upload.__enter__
     report = Path(local_run(f"{bucket.url}/run")) / "report.html"
@@ -140,19 +127,19 @@ def test_training_goes_on_while_the_store_is_away(
     # The client gives up at once.
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
     monkeypatch.setattr("s3fs.core.S3FileSystem.retries", 1)
-    folder = train(recipe_of(place, f"{bucket.url}/run")).output_dir
+    folder = train(recipe_of(corpus, f"{bucket.url}/run")).output_dir
     assert faults.num_failures > 0
     assert arrived(bucket, folder)
     assert len(events(folder, "upload_slow")) == 1
 
 
 @pytest.mark.slow
-def test_an_answer_after_20_seconds_is_not_a_failure(place: Path, faults: Faults) -> None:
+def test_an_answer_after_20_seconds_is_not_a_failure(corpus: Path, faults: Faults) -> None:
     bucket = Bucket()
     store = Store(f"{bucket.url}/run")
     faults.delay_seconds = 20
-    store.put(place / "corpus.jsonl", "a", reads_back=False)
+    store.put(corpus / "corpus.jsonl", "a", reads_back=False)
     faults.delay_seconds = 0
     assert faults.num_requests == 2, "the bucket, and the file"
     assert store.num_failures == 0
-    assert bucket.read("run/a") == (place / "corpus.jsonl").read_bytes()
+    assert bucket.read("run/a") == (corpus / "corpus.jsonl").read_bytes()

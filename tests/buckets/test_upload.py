@@ -23,23 +23,9 @@ from accel_train.checkpoint.health import add_tags
 from accel_train.checkpoint.store import check, checkpoint_folders, folder_of, steps_of
 from accel_train.cli.main import main
 from accel_train.observe.run_folder import RunFolder, read_metrics
-from accel_train.recipe.schema import Recipe
 from accel_train.training.upload import Upload
+from tests.buckets.conftest import recipe_of
 from tests.support.runs import Capture, events, losses, recipe_dict, write_yaml
-
-
-@pytest.fixture
-def place(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The folder with the corpus, and a cache there; the stores in memory end up empty."""
-    monkeypatch.setenv("ACCEL_TRAIN_CACHE", str(corpus / "own-cache"))
-    yield corpus
-    MemoryFileSystem.store.clear()
-    MemoryFileSystem.pseudo_dirs[:] = [""]
-
-
-def recipe_of(folder: Path, url: str, **sections: Any) -> Recipe:
-    sections = {"checkpoint": {"every_steps": 2, "keep": 2}} | sections
-    return Recipe.model_validate(recipe_dict(folder, task="causal-lm", output_dir=url, **sections))
 
 
 def write(url: str, name: str, content: bytes) -> None:
@@ -52,8 +38,8 @@ def files_at(url: str) -> dict[str, bytes]:
     return {path.removeprefix(root): files.cat_file(path) for path in files.find(root)}
 
 
-def test_a_run_in_a_bucket_leaves_everything_there_and_removes_what_rotation_removes(place: Path) -> None:
-    result = train(recipe_of(place, "memory://bucket/run"))
+def test_a_run_in_a_bucket_leaves_everything_there_and_removes_what_rotation_removes(corpus: Path) -> None:
+    result = train(recipe_of(corpus, "memory://bucket/run"))
     assert url_of(result.output_dir) == "memory://bucket/run"
     there = files_at("memory://bucket/run")
     here = {f"/{path.relative_to(result.output_dir)}": path for path in result.output_dir.rglob("*") if path.is_file()}
@@ -65,51 +51,51 @@ def test_a_run_in_a_bucket_leaves_everything_there_and_removes_what_rotation_rem
     assert b"output_dir: 'memory://bucket/run'" in there["/recipe.resolved.yaml"]
 
 
-def test_a_run_goes_on_from_the_bucket_alone_and_ends_as_one_that_was_not_interrupted(place: Path) -> None:
-    whole = train(recipe_of(place, str(place / "whole")))
+def test_a_run_goes_on_from_the_bucket_alone_and_ends_as_one_that_was_not_interrupted(corpus: Path) -> None:
+    whole = train(recipe_of(corpus, str(corpus / "whole")))
     url = "memory://bucket/run"
-    part = train(recipe_of(place, url, schedule={"max_steps": 12}, checkpoint={"every_steps": 2, "keep": 3}))
+    part = train(recipe_of(corpus, url, schedule={"max_steps": 12}, checkpoint={"every_steps": 2, "keep": 3}))
     store = Store(url)
     for name in ("checkpoints/step-00000012", "checkpoints/step-00000010", "summary.json", "model"):
         store.remove(name)
     shutil.rmtree(part.output_dir)
-    result = train(recipe_of(place, url))
+    result = train(recipe_of(corpus, url))
     assert [event["step"] for event in events(result.output_dir, "resume")] == [8]
     assert losses(result.output_dir) == losses(whole.output_dir)
     assert steps_of(result.output_dir / "checkpoints") == [2, 10, 12]
 
 
-def test_a_run_that_has_finished_in_the_bucket_is_fetched_and_not_trained_again(place: Path, capsys: Capture) -> None:
+def test_a_run_that_has_finished_in_the_bucket_is_fetched_and_not_trained_again(corpus: Path, capsys: Capture) -> None:
     url = "memory://bucket/run"
-    first = train(recipe_of(place, url))
+    first = train(recipe_of(corpus, url))
     shutil.rmtree(first.output_dir)
     capsys.readouterr()
-    second = train(recipe_of(place, url))
+    second = train(recipe_of(corpus, url))
     assert "finished at step 12" in capsys.readouterr().out
     assert second.summary.items() >= first.summary.items()
     assert len(events(second.output_dir, "start")) == 1
 
 
-def test_half_a_checkpoint_in_the_bucket_is_neither_taken_nor_kept(place: Path) -> None:
+def test_half_a_checkpoint_in_the_bucket_is_neither_taken_nor_kept(corpus: Path) -> None:
     url = "memory://bucket/run"
-    folder = train(recipe_of(place, url)).output_dir
+    folder = train(recipe_of(corpus, url)).output_dir
     store, newest = Store(url), "checkpoints/step-00000012/manifest.json"
     for left in (None, b'{"format": 1, "ste'):
         store.remove(newest)
         if left is not None:
             write(url, newest, left)
         shutil.rmtree(folder)
-        train(recipe_of(place, url))
+        train(recipe_of(corpus, url))
         assert [event["step"] for event in events(folder, "resume")][-1] == 10
         assert check(checkpoint_folders(folder / "checkpoints")[-1]).problem is None
     write(url, "checkpoints/step-00000003/model.safetensors", b"half")
-    train(recipe_of(place, url))
+    train(recipe_of(corpus, url))
     assert "checkpoints/step-00000003/model.safetensors" not in store.names()
 
 
-def test_a_lock_in_the_bucket_keeps_out_a_second_run_until_it_is_stale(place: Path, capsys: Capture) -> None:
-    url, recipe = "memory://bucket/run", place / "recipe.yaml"
-    write_yaml(recipe, recipe_dict(place, task="causal-lm", output_dir=url))
+def test_a_lock_in_the_bucket_keeps_out_a_second_run_until_it_is_stale(corpus: Path, capsys: Capture) -> None:
+    url, recipe = "memory://bucket/run", corpus / "recipe.yaml"
+    write_yaml(recipe, recipe_dict(corpus, task="causal-lm", output_dir=url))
     write(url, LOCK, f"other another-machine {time.time() - 100}".encode())
     assert main(["run", str(recipe)]) == 2
     told = capsys.readouterr()
@@ -121,9 +107,9 @@ def test_a_lock_in_the_bucket_keeps_out_a_second_run_until_it_is_stale(place: Pa
     assert Store(url).read(LOCK) == b""
 
 
-def test_commands_take_the_name_of_a_run_in_a_bucket(place: Path, capsys: Capture) -> None:
+def test_commands_take_the_name_of_a_run_in_a_bucket(corpus: Path, capsys: Capture) -> None:
     url = "memory://bucket/run"
-    folder = train(recipe_of(place, url)).output_dir
+    folder = train(recipe_of(corpus, url)).output_dir
     shutil.rmtree(folder)
     for command in ("watch --once", "report"):
         assert main([*command.split(), url]) == 0
@@ -144,9 +130,9 @@ def test_commands_take_the_name_of_a_run_in_a_bucket(place: Path, capsys: Captur
     assert "memory://bucket/none: no run is here. Give the output_dir of a run" in capsys.readouterr().err
 
 
-def test_watch_follows_a_run_in_a_bucket(place: Path, capsys: Capture) -> None:
+def test_watch_follows_a_run_in_a_bucket(corpus: Path, capsys: Capture) -> None:
     url = "memory://bucket/run"
-    folder = train(recipe_of(place, url)).output_dir
+    folder = train(recipe_of(corpus, url)).output_dir
     shutil.rmtree(folder)
     ended, store = (f"{url}/{name}" for name in ("summary.json", "launches.jsonl")), fsspec.filesystem("memory")
     kept = {path: store.cat_file(path) for path in ended}
@@ -213,12 +199,12 @@ def faulty(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Faulty]]:
 
 
 def test_a_store_that_fails_every_third_request_gets_everything_and_one_line_says_so(
-    place: Path, faulty: type[Faulty], monkeypatch: pytest.MonkeyPatch
+    corpus: Path, faulty: type[Faulty], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("accel_train.buckets.store.FIRST_PAUSE_SECONDS", 0.001)
-    whole = train(recipe_of(place, str(place / "whole")))
+    whole = train(recipe_of(corpus, str(corpus / "whole")))
     faulty.every = 3
-    folder = train(recipe_of(place, "memory://bucket/run")).output_dir
+    folder = train(recipe_of(corpus, "memory://bucket/run")).output_dir
     assert faulty.failed > 10
     faulty.every = 0
     there = files_at("memory://bucket/run")
@@ -231,7 +217,7 @@ def test_a_store_that_fails_every_third_request_gets_everything_and_one_line_say
 
 
 def test_training_goes_on_to_its_end_while_the_store_is_away_and_everything_is_there_once_it_is_back(
-    place: Path, faulty: type[Faulty], monkeypatch: pytest.MonkeyPatch
+    corpus: Path, faulty: type[Faulty], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, enter = Path(local_run("memory://bucket/run")), Upload.__enter__
 
@@ -241,7 +227,7 @@ def test_training_goes_on_to_its_end_while_the_store_is_away_and_everything_is_t
         return entered
 
     monkeypatch.setattr(Upload, "__enter__", then_away)
-    train(recipe_of(place, "memory://bucket/run"))
+    train(recipe_of(corpus, "memory://bucket/run"))
     assert faulty.failed > 0
     assert Store("memory://bucket/run").read("checkpoints/step-00000012/manifest.json")
     for name in ("summary.json", "metrics.jsonl", "launches.jsonl", "model/model.safetensors"):
@@ -252,7 +238,7 @@ def test_training_goes_on_to_its_end_while_the_store_is_away_and_everything_is_t
     )
 
 
-def test_a_copy_that_differs_is_made_again(place: Path, faulty: type[Faulty], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_that_differs_is_made_again(corpus: Path, faulty: type[Faulty], monkeypatch: pytest.MonkeyPatch) -> None:
     torn: list[str] = []
 
     def put_file(self: Faulty, path: str, name: str, **options: Any) -> None:
@@ -263,7 +249,7 @@ def test_a_copy_that_differs_is_made_again(place: Path, faulty: type[Faulty], mo
         self.pipe_file(name, content)
 
     monkeypatch.setattr(Faulty, "put_file", put_file)
-    folder = train(recipe_of(place, "memory://bucket/run")).output_dir
+    folder = train(recipe_of(corpus, "memory://bucket/run")).output_dir
     assert len(torn) > 6
     there = files_at("memory://bucket/run")
     for path in (*folder.glob("checkpoints/*/*"), *folder.glob("model/*")):
@@ -271,7 +257,7 @@ def test_a_copy_that_differs_is_made_again(place: Path, faulty: type[Faulty], mo
 
 
 def test_a_copy_that_cannot_be_read_back_at_once_is_not_made_again(
-    place: Path, faulty: type[Faulty], monkeypatch: pytest.MonkeyPatch
+    corpus: Path, faulty: type[Faulty], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened: list[str] = []
 
@@ -283,13 +269,13 @@ def test_a_copy_that_cannot_be_read_back_at_once_is_not_made_again(
 
     monkeypatch.setattr(Faulty, "open", fail_once)
     store = Store("memory://bucket/run")
-    store.put(place / "corpus.jsonl", "a")
+    store.put(corpus / "corpus.jsonl", "a")
     assert opened == ["wb", "rb", "rb"]
     assert store.num_failures == 1
 
 
 def test_rotation_removes_a_checkpoint_only_once_a_newer_one_is_complete_in_the_bucket(
-    place: Path, faulty: type[Faulty], monkeypatch: pytest.MonkeyPatch
+    corpus: Path, faulty: type[Faulty], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     removed: list[int] = []
     remove = Faulty.rm_file
@@ -305,14 +291,14 @@ def test_rotation_removes_a_checkpoint_only_once_a_newer_one_is_complete_in_the_
     monkeypatch.setattr(Faulty, "rm_file", rm_file)
     monkeypatch.setattr("accel_train.training.upload.POLL_SECONDS", 0.001)
     faulty.slow_seconds = 0.001
-    train(recipe_of(place, "memory://bucket/run", schedule={"max_steps": 60}))
+    train(recipe_of(corpus, "memory://bucket/run", schedule={"max_steps": 60}))
     assert removed == sorted(removed) != []
     steps = {int(found[1]) for name in files_at("memory://bucket/run") if (found := re.search(r"step-(\d+)/", name))}
     assert not steps & {*removed}
 
 
 def test_a_manifest_is_copied_last_and_removed_first(
-    place: Path, faulty: type[Faulty], monkeypatch: pytest.MonkeyPatch
+    corpus: Path, faulty: type[Faulty], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done: dict[tuple[str, str], list[str]] = {}
     put, rm = Faulty.put_file, Faulty.rm_file
@@ -328,7 +314,7 @@ def test_a_manifest_is_copied_last_and_removed_first(
     monkeypatch.setattr(Faulty, "put_file", put_file)
     monkeypatch.setattr(Faulty, "rm_file", rm_file)
     monkeypatch.setattr("accel_train.training.upload.POLL_SECONDS", 0.001)
-    train(recipe_of(place, "memory://bucket/run", schedule={"max_steps": 60}))
+    train(recipe_of(corpus, "memory://bucket/run", schedule={"max_steps": 60}))
     whole = {names for names in done if names[1].startswith("step-") and "manifest.json" in done[names]}
     assert {kind for kind, _ in whole} == {"put", "rm"}
     for kind, step in whole:
@@ -337,7 +323,7 @@ def test_a_manifest_is_copied_last_and_removed_first(
 
 
 def test_a_rollback_from_the_bucket_has_a_checkpoint_at_any_time(
-    place: Path, faulty: type[Faulty], monkeypatch: pytest.MonkeyPatch
+    corpus: Path, faulty: type[Faulty], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counts: list[int] = []
     put, rm = Faulty.put_file, Faulty.rm_file
@@ -362,11 +348,11 @@ def test_a_rollback_from_the_bucket_has_a_checkpoint_at_any_time(
     monkeypatch.setattr(Faulty, "put_file", put_file)
     monkeypatch.setattr(Faulty, "rm_file", rm_file)
     monkeypatch.setattr("accel_train.training.upload.POLL_SECONDS", 0.001)
-    train(recipe_of(place, "memory://bucket/run", schedule={"max_steps": 60}, guard={"healthy_after_steps": 3}))
+    train(recipe_of(corpus, "memory://bucket/run", schedule={"max_steps": 60}, guard={"healthy_after_steps": 3}))
     assert 0 not in counts[next(at for at, number in enumerate(counts) if number) :]
 
 
-def test_a_known_good_checkpoint_is_replaced_by_another_one_only(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_known_good_checkpoint_is_replaced_by_another_one_only(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = Store("memory://bucket/run")
 
     def change(*steps: int, removed: int | None = None) -> None:
@@ -384,7 +370,7 @@ def test_a_known_good_checkpoint_is_replaced_by_another_one_only(place: Path, mo
             f"step-{int(step):08d}" for step in json.loads(store.read("checkpoints/healthy.json"))["steps"]
         }
 
-    with RunFolder(place / "run") as run:
+    with RunFolder(corpus / "run") as run:
         root, upload = run.path / "checkpoints", Upload(run, "memory://bucket/run")
         change(2)
         upload._copy_changes(False)
@@ -412,9 +398,9 @@ def test_a_known_good_checkpoint_is_replaced_by_another_one_only(place: Path, mo
 
 
 @pytest.mark.slow
-def test_a_slow_store_gets_everything_while_training_goes_on(place: Path, faulty: type[Faulty]) -> None:
+def test_a_slow_store_gets_everything_while_training_goes_on(corpus: Path, faulty: type[Faulty]) -> None:
     faulty.slow_seconds = 0.5
-    folder = train(recipe_of(place, "memory://bucket/run")).output_dir
+    folder = train(recipe_of(corpus, "memory://bucket/run")).output_dir
     faulty.slow_seconds = 0
     assert Store("memory://bucket/run").read("summary.json") == (folder / "summary.json").read_bytes()
     assert (
@@ -425,7 +411,7 @@ def test_a_slow_store_gets_everything_while_training_goes_on(place: Path, faulty
 
 @pytest.mark.parametrize("error", [PermissionError("Access Denied"), ValueError("no credentials: planted-password")])
 def test_wrong_credentials_end_a_run_before_its_model_is_built(
-    place: Path, faulty: type[Faulty], capsys: Capture, monkeypatch: pytest.MonkeyPatch, error: Exception
+    corpus: Path, faulty: type[Faulty], capsys: Capture, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     from accel_train.core import redaction
 
@@ -433,7 +419,7 @@ def test_wrong_credentials_end_a_run_before_its_model_is_built(
     monkeypatch.setattr(redaction, "_known_in_text", None)
     redaction.remember_secrets({"AWS_SECRET_ACCESS_KEY": "planted-password"})
     monkeypatch.setattr("accel_train.buckets.store.START_SECONDS", 0.5)
-    recipe = write_yaml(place / "recipe.yaml", recipe_dict(place, task="causal-lm", output_dir="memory://bucket/run"))
+    recipe = write_yaml(corpus / "recipe.yaml", recipe_dict(corpus, task="causal-lm", output_dir="memory://bucket/run"))
     faulty.every, faulty.error = 1, error
     assert main(["run", str(recipe)]) == 2
     told = capsys.readouterr()
@@ -442,12 +428,12 @@ def test_wrong_credentials_end_a_run_before_its_model_is_built(
     assert lines[0].startswith("error: memory://bucket/run: a request failed (")
     assert "trainable parameters" not in told.out
     assert "planted-password" not in told.out + told.err
-    kept = [path for path in place.rglob("*") if path.is_file() and b"planted-password" in path.read_bytes()]
+    kept = [path for path in corpus.rglob("*") if path.is_file() and b"planted-password" in path.read_bytes()]
     assert kept == []
 
 
-def test_a_missing_package_is_one_line_that_names_the_extra(place: Path, capsys: Capture) -> None:
-    recipe = write_yaml(place / "recipe.yaml", recipe_dict(place, task="causal-lm", output_dir="gs://bucket/run"))
+def test_a_missing_package_is_one_line_that_names_the_extra(corpus: Path, capsys: Capture) -> None:
+    recipe = write_yaml(corpus / "recipe.yaml", recipe_dict(corpus, task="causal-lm", output_dir="gs://bucket/run"))
     pytest.importorskip("fsspec")
     assert main(["run", str(recipe)]) == 2
     assert "gs://bucket/run: needs the package gcsfs. Install it: pip install 'accel-train[buckets]'" in (
@@ -462,7 +448,7 @@ def test_other_names_stand_for_themselves(name: str) -> None:
 
 
 @pytest.mark.parametrize("url", ["s3://bucket/a/b", "file:///tmp/a%b", "hf://buckets/me/run", "memory://a"])
-def test_a_local_folder_stands_for_a_url(place: Path, url: str) -> None:
+def test_a_local_folder_stands_for_a_url(corpus: Path, url: str) -> None:
     assert url_of(Path(local_run(url))) == url
     assert local_run(local_run(url)) == local_run(url)
     assert url_of(Path(local_run(url)) / "lr=1e-4") == f"{url}/lr=1e-4"
