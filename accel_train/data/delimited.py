@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from accel_train.core.format import format_count
-from accel_train.data.encoding import read_lines
+from accel_train.data.encoding import Span, encoding_of, place, raw_lines, read_lines
 from accel_train.recipe.data import Data
 from accel_train.recipe.yaml_core import is_number
 
@@ -39,21 +39,22 @@ class Record(NamedTuple):
     num_bytes: int
 
 
-def read_delimited(path: Path, data: Data) -> Iterator[Record]:
+def read_delimited(path: Path, data: Data, span: Span | None = None) -> Iterator[Record]:
     """Yield the column names, then each row that is not blank. An empty file yields nothing.
 
-    Unless `data.header` is first_line, columns are named by number, from 1.
+    Unless `data.header` is first_line, columns are named by number, from 1. A part has the names of the file. It begins
+    and ends where `record_edges` says.
 
     Raises:
         ValueError: a row has the wrong number of fields, or quotes do not close; the message names file and line.
     """
-    num_bytes = 0
+    num_bytes, where, is_first = 0, place(path, span), not (span and span[0])
 
     def read() -> Iterator[str]:
         nonlocal num_bytes
-        for number, (line, line_bytes) in enumerate(read_lines(path, data)):
+        for number, (line, line_bytes) in enumerate(read_lines(path, data, span)):
             num_bytes += line_bytes
-            yield "\n" if number == 0 and _DELIMITER_LINE.fullmatch(line) else line
+            yield "\n" if is_first and number == 0 and _DELIMITER_LINE.fullmatch(line) else line
 
     has_quotes = quoting_of(path, data) == "csv"
     reader = csv.reader(
@@ -64,6 +65,10 @@ def read_delimited(path: Path, data: Data) -> Iterator[Record]:
     )
     header: list[str] = []
     number = 1
+    if not is_first:
+        names = next(read_delimited(path, data))
+        header = names.fields
+        yield names
     try:
         for row in _with_long_fields(reader):
             if row and not header:
@@ -75,7 +80,7 @@ def read_delimited(path: Path, data: Data) -> Iterator[Record]:
             if row:
                 if len(row) != len(header):
                     raise ValueError(
-                        f"{path}:{number}: the row has {format_count(len(row), 'field')}, the header {len(header)} "
+                        f"{where}:{number}: the row has {format_count(len(row), 'field')}, the header {len(header)} "
                         f"({', '.join(header)}); {_remedy(path, data, len(row), len(header))}"
                     )
                 row_bytes, num_bytes = num_bytes, 0
@@ -83,9 +88,30 @@ def read_delimited(path: Path, data: Data) -> Iterator[Record]:
             number = reader.line_num + 1
     except csv.Error as error:
         raise ValueError(
-            f"{path}:{reader.line_num}: not csv ({error}); check the quotes near this line, or set data.quoting: none "
+            f"{where}:{reader.line_num}: not csv ({error}); check the quotes near this line, or set data.quoting: none "
             "where they are characters of the text"
         ) from None
+
+
+def record_edges(path: Path, data: Data, distance: int) -> list[int]:
+    """Return the first and the last byte of a file, and where records begin at about each `distance` bytes.
+
+    Reads all of a file with quotes, because a quoted field may hold line ends.
+    """
+    encoding, quoting = encoding_of(path, data), quoting_of(path, data)
+    # A quote that follows a delimiter or a line end, or is the first sign. Others are signs of the text.
+    opened = rf'"(?<![^\n{re.escape(delimiter_of(path, data))}]")'
+    field = re.compile(rf'{opened}[^"]*+(?:""[^"]*+)*+"')
+    edges, is_open = [0], False
+    with path.open("rb") as file:
+        lines = raw_lines(file, encoding)
+        while raw := file.read(0 if is_open else distance) + next(lines, b""):
+            if quoting == "csv":
+                text = '"' * is_open + raw.decode(encoding, "replace").removeprefix("\ufeff"[len(edges) > 1 :])
+                is_open = re.search(opened, field.sub("", text)) is not None
+            if not is_open:
+                edges.append(file.tell())
+        return edges if edges[-1] == file.tell() else [*edges, file.tell()]
 
 
 def _remedy(path: Path, data: Data, num_fields: int, num_columns: int) -> str:

@@ -12,21 +12,30 @@ from accel_train.recipe.data import Data
 
 BOM = codecs.BOM_UTF8
 _LINE_WITHIN_BYTES = 1 << 16
-_UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+_UTF16_MARKS = {codecs.BOM_UTF16_LE: "utf-16-le", codecs.BOM_UTF16_BE: "utf-16-be"}
 _GUESSED_FROM_BYTES = 50_000_000
 _LOOKED_AT_FOR_NULS = 4_000
 _ONE_BYTE_ENCODINGS = ("cp1252", "iso8859-1", "iso8859-15")
 """Encodings that can decode nearly every file, even a file in another encoding."""
+_WITH_PARTS = re.compile(r"utf-8|utf-(16|32)-[bl]e|ascii|cp(125\d|437|850|866)|(iso8859|koi8|mac)-.+")
+"""Encodings whose files can be cut: the bytes of a line end occur as a line end alone."""
 
 
 def encoding_of(path: Path, data: Data) -> str:
-    """Return Python's name of a file's encoding: `data.encoding`, or for auto UTF-8, or UTF-16 if it has its mark."""
-    if data.encoding != "auto":
-        name = codecs.lookup(data.encoding).name
-        # Both skip a byte order mark.
-        return "utf-8" if name == "utf-8-sig" else name
+    """Return Python's name of a file's encoding: `data.encoding`, or for auto UTF-8, or UTF-16 if it has its mark.
+
+    A mark gives the order of bytes. Reading skips it.
+    """
+    name = "utf-8" if data.encoding == "auto" else codecs.lookup(data.encoding).name
+    if data.encoding != "auto" and name != "utf-16":
+        return name.removesuffix("-sig")
     with path.open("rb", buffering=0) as file:
-        return "utf-16" if file.read(2) in _UTF16_MARKS else "utf-8"
+        return _UTF16_MARKS.get(file.read(2), name)
+
+
+def has_parts(encoding: str) -> bool:
+    """Return whether a part of a file in an encoding can be read alone."""
+    return _WITH_PARTS.fullmatch(encoding) is not None
 
 
 def guess_encoding(path: Path, errors: str = "strict") -> tuple[str, str] | None:
@@ -135,7 +144,7 @@ def decode(raw: bytes, data: Data, where: object, *, offset: int = 0, line: int 
     try:
         text = raw.decode(encoding, data.encoding_errors)
     except UnicodeDecodeError as error:
-        line += raw.count(b"\n", 0, error.start) + 1
+        line += raw[: error.start].decode(encoding, "replace").count("\n") + 1
         at = f"{where}: byte 0x{raw[error.start]:02x} at position {offset + error.start} (line {line})"
         raise ValueError(_fault(at, encoding)) from None
     if data.encoding_errors == "strict" and (nul := text.find("\0")) >= 0:
@@ -149,7 +158,7 @@ def decode(raw: bytes, data: Data, where: object, *, offset: int = 0, line: int 
 
 
 Span = tuple[int, int]
-"""First byte of a part of a UTF-8 file, and the byte after it. The lines that begin there belong to it."""
+"""First byte of a part of a file, and the byte after it. The lines that begin there belong to it."""
 
 
 def place(path: Path, span: Span | None) -> str:
@@ -159,46 +168,64 @@ def place(path: Path, span: Span | None) -> str:
 
 def read_text(path: Path, data: Data, span: Span | None = None) -> str:
     """Return the text of a file or of a part without its byte order mark. Line ends are unchanged."""
-    if span is not None:
-        with path.open("rb") as file:
-            start, stop = (_line_at(file, at) for at in span)
-            file.seek(start)
-            return decode(file.read(stop - start), data, place(path, span), offset=start).removeprefix("\ufeff")
-    raw, encoding = path.read_bytes(), encoding_of(path, data)
-    body = raw.removeprefix(BOM) if encoding == "utf-8" else raw
-    text = decode(body, data, path, offset=len(raw) - len(body), encoding=encoding)
-    return text.removeprefix("\ufeff") if encoding != "utf-8" else text
+    encoding = encoding_of(path, data)
+    with path.open("rb") as file:
+        start, stop = (_line_at(file, at, encoding) for at in span) if span else (0, -1)
+        file.seek(start)
+        raw = file.read(stop - start)
+    body = raw if start else raw.removeprefix(_mark(encoding))
+    return decode(body, data, place(path, span), offset=start + len(raw) - len(body), encoding=encoding)
 
 
-def _line_at(file: BinaryIO, at: int) -> int:
+def _mark(encoding: str) -> bytes:
+    """Return the byte order mark of an encoding. Empty: it has none."""
+    return "\ufeff".encode(encoding, "ignore")
+
+
+def _line_at(file: BinaryIO, at: int, encoding: str) -> int:
     """Return the first byte from `at` on that begins a line. A text without lines is cut at words or characters."""
-    file.seek(max(0, at - 1))
+    width = len("\n".encode(encoding))
+    file.seek(max(0, at - width))
     # Also from 0 on: a remote file then reads all of the part ahead.
     near = file.read(_LINE_WITHIN_BYTES)
     if not at:
         return 0
-    ends = (re.search(pattern, near) for pattern in (rb"\n", rb" ", rb"(?s).(?![\x80-\xbf])"))
-    return at - 1 + next((found.end() for found in ends if found), 0)
+    # Bytes that continue a character of UTF-8, or a pair of UTF-16.
+    goes_on = rb"[\x80-\xbf]" if width == 1 else rb"[\xdc-\xdf]|.[\xdc-\xdf]"
+    signs = (*(re.escape(sign.encode(encoding)) for sign in "\n "), rb".{%d}(?!%b)" % (width, goes_on))
+    ends = (re.match(rb"(?s)(?:.{%d})*?" % width + sign, near) for sign in signs)
+    return at - width + next((found.end() for found in ends if found), 0)
+
+
+def raw_lines(file: BinaryIO, encoding: str) -> Iterator[bytes]:
+    """Yield the lines of an opened file from a line on. It may be read from in between."""
+    newline = "\n".encode(encoding)
+    while line := file.readline():
+        line += file.read(-len(line) % len(newline))
+        while not line.endswith(newline) and (more := file.readline()):
+            line += more + file.read(-len(line + more) % len(newline))
+        yield line
 
 
 def read_lines(path: Path, data: Data, span: Span | None = None) -> Iterator[tuple[str, int]]:
     """Yield (line with its end, bytes). Splits only at LF, because JSON and csv may contain other line ends."""
-    # Files in other encodings have no parts.
-    encoding = "utf-8" if span else encoding_of(path, data)
-    if encoding != "utf-8":
+    encoding = encoding_of(path, data)
+    if not has_parts(encoding):
         yield from _decoded_lines(path, data, encoding)
         return
     offset, stop = span or (0, None)
-    where = place(path, span)
+    where, mark, width = place(path, span), _mark(encoding), len("\n".encode(encoding))
     with path.open("rb") as file:
+        lines: Iterator[bytes] = file if width == 1 else raw_lines(file, encoding)
         if offset:
-            file.seek(offset - 1)
-            offset += len(file.readline()) - 1
-        for number, raw in enumerate(file, start=1):
+            file.seek(offset - width)
+            offset += len(next(lines, b"")) - width
+        for number, raw in enumerate(lines, start=1):
             if stop is not None and offset >= stop:
                 return
-            start = len(BOM) if offset == 0 and raw.startswith(BOM) else 0
-            yield decode(raw[start:], data, where, offset=offset + start, line=number - 1), len(raw)
+            start = len(mark) if offset == 0 and raw.startswith(mark) else 0
+            text = decode(raw[start:], data, where, offset=offset + start, line=number - 1, encoding=encoding)
+            yield text, len(raw)
             offset += len(raw)
 
 

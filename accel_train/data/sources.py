@@ -86,7 +86,7 @@ class Source:
     dataset: "datasets.Dataset | None" = None
     notes: tuple[str, ...] = ()
     span: tuple[int, int] | None = None
-    """Part of the only file to read: what begins in these bytes of text or jsonl, or row groups of parquet."""
+    """Part of the only file to read: what begins in these bytes of text, jsonl, or csv, or row groups of parquet."""
 
     @property
     def kind(self) -> FileKind | None:

@@ -196,21 +196,21 @@ def text_of(name: str, cells: Iterator[Any], where: str, data: Data) -> str:
     return _FIELD.sub(shown, name) if _FIELD.search(name) else text_cell(next(cells), name, where, data)
 
 
-def _csv_rows(path: Path, columns: Sequence[str], data: Data, _: Span | None) -> Iterator[Row]:
+def _csv_rows(path: Path, columns: Sequence[str], data: Data, span: Span | None) -> Iterator[Row]:
     """Yield the rows of a csv or tsv file after its header, without blank lines."""
-    records = read_delimited(path, data)
+    records = read_delimited(path, data, span)
     header = next(records, None)
     if header is None:
         return
     check_columns(f"{path}:{header.line}", header.fields, columns, data, is_csv=data.header == "first_line")
-    yield from _record_rows(path, records, header.fields, columns)
+    yield from _record_rows(place(path, span), records, header.fields, columns)
 
 
-def _record_rows(path: Path, records: Iterator[Record], names: Sequence[str], columns: Sequence[str]) -> Iterator[Row]:
+def _record_rows(where: str, records: Iterator[Record], names: Sequence[str], columns: Sequence[str]) -> Iterator[Row]:
     positions = [names.index(column) for column in columns]
     for record in records:
         cells = tuple(record.fields[position] for position in positions)
-        yield Row(cells, f"{path}:{record.line}", record.num_bytes)
+        yield Row(cells, f"{where}:{record.line}", record.num_bytes)
 
 
 def _label_line_rows(path: Path, columns: Sequence[str], data: Data) -> Iterator[Row]:
@@ -219,7 +219,7 @@ def _label_line_rows(path: Path, columns: Sequence[str], data: Data) -> Iterator
         cells = {"label": path.parent.name, "text": read_text(path, data)}
         yield Row(tuple(cells[column] for column in columns), str(path), path.stat().st_size)
         return
-    yield from _record_rows(path, read_label_lines(path, data), LINE_COLUMNS, columns)
+    yield from _record_rows(str(path), read_label_lines(path, data), LINE_COLUMNS, columns)
 
 
 def _jsonl_rows(path: Path, columns: Sequence[str], data: Data, span: Span | None) -> Iterator[Row]:

@@ -146,7 +146,7 @@ def test_the_shards_are_those_of_the_same_files_on_this_machine(tmp_path: Path, 
     here, there = (shards_of(recipe_of(tmp_path, name, source)) for name, source in (("a", str(path)), ("b", url)))
     assert {*map(type, files_of(there.cut.sources))} == {RemoteFile}
     found = tokens_of(there)
-    assert len(found) == 1 if kind == "wide" else len(found) > 8
+    assert len(found) > 8
     assert found == tokens_of(here)
     assert not Path(local_files(url)).exists()
 

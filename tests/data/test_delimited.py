@@ -1,11 +1,13 @@
 """Tables are read as people have them: any delimiter, no header, UTF-16 and Latin-1, lines of a label and a text."""
 
+from collections import deque
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from accel_train.data.delimited import delimiter_of, why_header
+from accel_train.data.delimited import delimiter_of, read_delimited, record_edges, why_header
 from accel_train.data.encoding import guess_encoding, read_lines
 from accel_train.data.tables import read_rows
 from accel_train.recipe.data import Data
@@ -103,9 +105,63 @@ def test_an_encoding_that_is_named_is_read(encoding: str) -> None:
 def test_utf16_is_read_by_its_mark_with_the_bytes_of_each_line() -> None:
     path = write("text,label\n\u4e16\u754c,x\n".encode("utf-16"))
     data = Data(train=str(path))
-    assert list(read_lines(path, data)) == [("text,label\n", 22), ("\u4e16\u754c,x\n", 10)]
+    assert list(read_lines(path, data)) == [("text,label\n", 24), ("\u4e16\u754c,x\n", 10)]
     (source,) = sources_of(data)
     assert source.notes[0].startswith(f"{path}: read as UTF-16")
+
+
+RECORDS = [
+    '{},"a\nb","say ""x"""',
+    '{},,"c,\n\n,""\n"',
+    '{},5" tube,"\n"',
+    '{},d,"\u0a0a\u010a\r\n,"',
+    '"{}",""",\n",""',
+]
+"""Records of a table. Line ends and delimiters in quotes, doubled quotes, and a quote that is a sign of the text."""
+
+
+def quoted(rows: int, delimiter: str = ",", end: str = "\n") -> str:
+    records = (record.format(number) for number, record in enumerate(RECORDS * (rows // len(RECORDS))))
+    return "".join(each.replace(",", delimiter) + end for each in ("id,first,second", *records))
+
+
+@pytest.mark.parametrize("distance", [8, 24, 100, 10**6])
+@pytest.mark.parametrize(
+    ("content", "settings"),
+    [
+        (quoted(50), {}),
+        ("\ufeff" + quoted(50), {}),
+        (quoted(50, "\t", "\r\n"), {"delimiter": "tab"}),
+        ("sep=|\n" + quoted(50, "|")[:-1], {}),
+        ("\n" + quoted(50, ";", "\n\n"), {"delimiter": ";", "header": "none"}),
+        (quoted(50), {"encoding": "utf-16-be"}),
+        ("\ufeff" + quoted(50), {"encoding": "utf-16"}),
+        (quoted(50).replace("\u0a0a\u010a", "é"), {"encoding": "cp1252"}),
+        ("text\n" + "sep=;\n" * 60, {}),
+        ('id,"first,second\n' + '1,"a,b"\n' * 40, {"quoting": "none", "header": "none"}),
+    ],
+)
+def test_parts_of_a_table_have_each_row_once_and_in_order(
+    content: str, settings: dict[str, Any], distance: int
+) -> None:
+    marked = settings.get("encoding") == "utf-16"
+    path = write(content.encode("utf-16-le" if marked else settings.get("encoding", "utf-8")))
+    data = Data(train=str(path), **settings)
+    edges = record_edges(path, data, distance)
+    rows = [record.fields for span in pairwise(edges) for record in islice(read_delimited(path, data, span), 1, None)]
+    assert rows == [record.fields for record in islice(read_delimited(path, data), 1, None)]
+    assert (edges[0], edges[-1]) == (0, path.stat().st_size)
+    assert len(edges) == 2 if distance > len(content) else len(edges) > len(content) / (distance + 80)
+
+
+def test_a_quote_that_does_not_close_is_in_the_last_part() -> None:
+    path = write(quoted(50) + '60,"a,b\n61,a,b\n')
+    data = Data(train=str(path))
+    *spans, last = pairwise(record_edges(path, data, 64))
+    assert len(spans) == 10
+    for span in spans:
+        deque(read_delimited(path, data, span), 0)
+    refused(deque, read_delimited(path, data, last), 0, named=f"a.csv from byte {last[0]:,}|not csv")
 
 
 def test_an_encoding_is_guessed_where_utf8_fails() -> None:

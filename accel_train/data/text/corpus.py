@@ -27,7 +27,7 @@ from accel_train.data.text.documents import Split, choose_split, cut_text
 from accel_train.data.text.encode import Counts, Writers, byte_bar, texts_of, write_tokens
 from accel_train.data.text.fast_ids import encode_ahead
 from accel_train.data.text.sharded_rows import choose_blocks
-from accel_train.data.text.shards import SHARD_BYTES, SHUFFLED_UP_TO_BYTES, Cut, ShardedWindows, Shards, cut
+from accel_train.data.text.shards import SHUFFLED_UP_TO_BYTES, Cut, ShardedWindows, Shards, cut
 from accel_train.data.text.token_files import (
     OTHER_TOKENIZER,
     choose_tail,
@@ -196,7 +196,7 @@ def _contents(inputs: Inputs, root: Path, sampled: Mapping[Path, str] = {}) -> J
         **contents,
         "eval_fraction": None if inputs.eval else data.eval_fraction,
         **({"by_source": True} if data.mixture else {}),
-        **({"shard_bytes": SHARD_BYTES} if inputs.cut else {}),
+        **({"shard_bytes": inputs.cut.rule} if inputs.cut else {}),
         **({"split_seed": data.split_seed} if data.split_seed and not inputs.eval else {}),
         **({"eval_sets": [*map(len, data.by_set(inputs.eval))]} if data.eval_sets else {}),
         # Text that is shown to a trained model has other notes.

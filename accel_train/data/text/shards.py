@@ -26,11 +26,13 @@ from tqdm import tqdm
 
 from accel_train.buckets.files import RemoteFile
 from accel_train.core.errors import DataError
-from accel_train.core.files import sync
+from accel_train.core.files import sync, write_atomically
+from accel_train.core.json_io import json_digest
 from accel_train.core.terminal import is_main
 from accel_train.core.work import working
 from accel_train.data import cache
-from accel_train.data.encoding import encoding_of
+from accel_train.data.delimited import delimiter_of, quoting_of, record_edges
+from accel_train.data.encoding import encoding_of, has_parts
 from accel_train.data.sources import Source, files_of, num_bytes_of
 from accel_train.data.tables import parquet_file
 from accel_train.data.text.documents import Split
@@ -60,7 +62,7 @@ SHOWN = 16
 _POLL_SECONDS = 0.02
 _SHOWN_AFTER_SECONDS = 3.0
 _WHOLE = -1
-_CUT = {"text", "jsonl"}
+_CUT = {"text", "jsonl", "csv"}
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,8 @@ class Cut:
     num_bytes: float
     by_source: bool
     """Whether the text of a shard is of one source."""
+    rule: Any
+    """What decides where the text is cut, besides the text."""
 
     def __len__(self) -> int:
         return len(self.bounds) - 1
@@ -104,7 +108,7 @@ class Cut:
 
 
 def cut(sources: tuple[Source, ...], data: WindowData) -> Cut:
-    """Cut sources into shards. Files of csv, conll, and json, and files that are not UTF-8, stay whole.
+    """Cut sources into shards. Files of conll and json stay whole, and those in encodings of several bytes, as gbk.
 
     Raises:
         ValueError: a parquet file is damaged.
@@ -122,7 +126,12 @@ def cut(sources: tuple[Source, ...], data: WindowData) -> Cut:
     is_first = np.diff(shards, prepend=-1) > 0
     if by_source:
         is_first |= np.diff(pieces[:, 0], prepend=-1) > 0
-    return Cut(sources, pieces, np.append(np.flatnonzero(is_first), len(pieces)), float(weights.sum()), by_source)
+    # Earlier versions cut jsonl and text in UTF-8 alone.
+    files = [(source.kind, path) for source in sources for path in source.files if source.kind in _CUT]
+    is_old = all(kind != "csv" and encoding_of(path, data) == "utf-8" for kind, path in files)
+    rule = SHARD_BYTES if is_old else [SHARD_BYTES, "records"]
+    bounds = np.append(np.flatnonzero(is_first), len(pieces))
+    return Cut(sources, pieces, bounds, float(weights.sum()), by_source, rule)
 
 
 def _edges(source: Source, data: WindowData) -> tuple[NDArray[Any], NDArray[Any]]:
@@ -138,10 +147,21 @@ def _edges(source: Source, data: WindowData) -> tuple[NDArray[Any], NDArray[Any]
         with parquet_file(path) as file:
             groups = [file.metadata.row_group(group) for group in range(file.metadata.num_row_groups)]
         return np.arange(len(groups) + 1), np.array([float(group.total_byte_size) for group in groups])
-    if source.kind in _CUT and num_bytes > SHARD_BYTES and encoding_of(path, data) == "utf-8":
-        edges = np.append(np.arange(0, num_bytes, SHARD_BYTES), num_bytes)
+    if source.kind in _CUT and num_bytes > SHARD_BYTES and has_parts(encoding_of(path, data)):
+        is_table = source.kind == "csv"
+        edges = _records(path, data) if is_table else np.append(np.arange(0, num_bytes, SHARD_BYTES), num_bytes)
         return edges, np.diff(edges)
     return np.array([0, _WHOLE]), np.array([num_bytes])
+
+
+def _records(path: Path, data: WindowData) -> NDArray[np.int64]:
+    """Return the edges of the parts of a table. They are kept, because all of it is read for them."""
+    rules = [encoding_of(path, data), delimiter_of(path, data), quoting_of(path, data), SHARD_BYTES]
+    kept = cache.cache_folder(data) / "records" / json_digest([cache.sample_digest(path), rules])
+    if not kept.exists():
+        kept.parent.mkdir(exist_ok=True)
+        write_atomically(kept, np.array(record_edges(path, data, SHARD_BYTES), np.int64).tobytes())
+    return np.frombuffer(kept.read_bytes(), np.int64)
 
 
 @dataclass(frozen=True)

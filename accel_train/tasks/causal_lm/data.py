@@ -28,7 +28,7 @@ from accel_train.data.text.corpus import Corpus
 from accel_train.data.text.documents import Split, divide_rows
 from accel_train.data.text.rows_cache import READ_LATER, Values, bpe_of, contents_of, open_rows
 from accel_train.data.text.sharded_rows import ROWS_AT_ONCE_UP_TO_BYTES, Arrays, RowShards, choose_blocks
-from accel_train.data.text.shards import SHARD_BYTES, Cut, cut
+from accel_train.data.text.shards import Cut, cut
 from accel_train.data.text.tokenizers import KeptBPE, TextTokenizer, prepare_tokenizer, pretrained_tokenizer, train_bpe
 from accel_train.data.text.tokens import Tokens, joined
 from accel_train.recipe.data import Data, TrainedTokenizer
@@ -98,7 +98,7 @@ def prepare_rows(recipe: Recipe, *, progress: bool) -> RowCorpus:
         names = [source.dataset and source.dataset._fingerprint for source in whole.sources]
         names += [*digests.values(), tokenizer.digest, template, today]
         # The first rows tell what other settings change.
-        fingerprint = json_digest([fingerprint, names, SHARD_BYTES])
+        fingerprint = json_digest([fingerprint, names, whole.rule])
         root, settings = cache.cache_folder(data), data.model_dump(mode="json", exclude=READ_LATER)
         folder = root / json_digest([fingerprint, settings, __version__])[:32] / "shards"
         encode = partial(_encode_shard, tokenizer, data, split)
@@ -120,8 +120,8 @@ def _cut(data: CausalLMData) -> tuple[Cut | None, list[str]]:
     """Return the training data in shards, or None if it is not read in blocks, and a note on a choice."""
     sources = resolve_both(data)[0]
     reasons = {
-        "rows are read in blocks from jsonl, parquet, and data sets alone": any(
-            source.kind not in ("jsonl", "parquet", None) for source in sources
+        "rows are read in blocks from jsonl, csv, parquet, and data sets alone": any(
+            source.kind not in ("jsonl", "csv", "parquet", None) for source in sources
         )
     }
     is_cut, note = choose_blocks(data, sources, reasons, ROWS_AT_ONCE_UP_TO_BYTES)

@@ -1,5 +1,6 @@
 """Shards of fine-tuning rows: every row is in one with its own targets, whoever makes it, and whenever."""
 
+import csv
 import json
 from collections import Counter
 from collections.abc import Callable
@@ -47,6 +48,13 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def write_pairs(path: Path, pairs: Pairs) -> str:
     return str(write_jsonl(path, ({"prompt": prompt, "completion": answer} for prompt, answer in pairs)))
+
+
+def write_csv(path: Path, pairs: Pairs) -> str:
+    rows = [["prompt", "completion"], *pairs]
+    with path.with_suffix(".csv").open("w", newline="") as file:
+        csv.writer(file).writerows(rows)
+    return file.name
 
 
 def write_chats(path: Path, pairs: Pairs) -> str:
@@ -106,6 +114,7 @@ def _numbers(shard: int, count: int) -> range:
 SOURCES: dict[str, tuple[Callable[[Path, Pairs], str], Settings]] = {
     "prompts": (write_pairs, {}),
     "parquet": (write_table, {}),
+    "csv": (write_csv, {}),
     "chats": (write_chats, {"format": "chat", "chat_template": CHATML}),
 }
 

@@ -1,12 +1,15 @@
 """Shards of raw text: every document is in one, whichever process makes it, and whenever one is killed."""
 
+import csv
 import json
 import multiprocessing
 import os
 import random
+import re
 import signal
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -60,61 +63,92 @@ def write_many(name: str, rows: list[str]) -> str:
     return name
 
 
-def write_csv(name: str, rows: list[str]) -> str:
-    write_file(name, "text\n" + "\n".join(rows) + "\n")
+def write_table(name: str, rows: list[str], encoding: str = "utf-8") -> str:
+    with Path(name).open("w", encoding=encoding, newline="") as file:
+        csv.writer(file, "excel-tab" if name.endswith(".tsv") else "excel").writerows(
+            [["text"], *([row] for row in rows)]
+        )
     return name
 
 
-def write_utf16(name: str, rows: list[str]) -> str:
-    Path(name).write_text("\n".join(json.dumps({"text": text}) for text in rows), encoding="utf-16")
+def write_json(name: str, rows: list[str]) -> str:
+    Path(name).write_text(json.dumps([{"text": text} for text in rows]))
     return name
 
+
+def write_wide(name: str, rows: list[str]) -> str:
+    lines = "\n".join(json.dumps({"text": text}, ensure_ascii=False) for text in rows)
+    Path(name).write_text(lines, encoding=ENCODINGS.get(name, "utf-16"))
+    return name
+
+
+ENCODINGS = {"latin.jsonl": "latin-1", "gbk.jsonl": "gbk"}
+"""Encodings that `data.encoding` names."""
 
 SOURCES: dict[str, Callable[[str, list[str]], str]] = {
     "a.jsonl": write_rows,
     "a.parquet": write_parquet,
     "saved": write_saved,
     "folder": write_many,
-    "a.csv": write_csv,
-    "wide.jsonl": write_utf16,
+    "a.csv": write_table,
+    "a.tsv": write_table,
+    "wide.csv": partial(write_table, encoding="utf-16"),
+    "wide.jsonl": write_wide,
+    "latin.jsonl": write_wide,
+    "gbk.jsonl": write_wide,
+    "a.json": write_json,
 }
 
 
 @pytest.mark.parametrize("name", SOURCES)
 def test_the_shards_have_every_document_of_a_source_once_and_in_order(name: str) -> None:
-    data = WindowData(train=SOURCES[name](name, ROWS))
+    rows = ROWS
+    if name.endswith("csv"):
+        rows = [text.replace("d ", 'd,\n"d" ', 9) for text in ROWS]
+    elif name == "gbk.jsonl":
+        rows = [text.replace("wörd", "世界") for text in ROWS]
+    data = WindowData(train=SOURCES[name](name, rows), encoding=ENCODINGS.get(name, "auto"))
     sources = resolve_sources(data.train, data, key="data.train")
     whole = cut(sources, data)
     found = [[*map(read_documents, whole.sources_of(number), [data] * 10**6)] for number in range(len(whole))]
     texts = [[document.text for part in shard for document in part] for shard in found]
-    assert [text for shard in texts for text in shard] == ROWS
-    if name in ("a.csv", "wide.jsonl"):
+    assert [text for shard in texts for text in shard] == rows
+    if name in ("gbk.jsonl", "a.json"):
         assert len(whole) == 1, "it stays whole"
     else:
         assert len(whole) > 10
         assert max(sum(len(text.encode()) for text in shard) for shard in texts) < 3 * 4096
 
 
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-16", "utf-16-be", "cp1251"])
 @pytest.mark.parametrize("sign", ["\n", " ", "ö", "\r\n"])
-def test_one_long_text_is_cut_at_lines_at_words_or_at_characters(sign: str) -> None:
-    text = "".join(f"{number}ö{sign}" for number in range(9000))
-    data = WindowData(train=str(write_file("long.txt", text)))
+def test_one_long_text_is_cut_at_lines_at_words_or_at_characters(sign: str, encoding: str) -> None:
+    wide = "\u0a0a\u010a\U0001f600" if "16" in encoding else "ö"
+    text = "".join(f"{number}{wide}{sign}" for number in range(9000))
+    if encoding == "cp1251":
+        text = text.replace("ö", "ж")
+    path = Path("long.txt")
+    path.write_bytes(text.encode(encoding))
+    data = WindowData(train=str(path), encoding="auto" if encoding == "utf-16" else encoding)
     whole = cut(resolve_sources(data.train, data, key="data.train"), data)
     pieces = [next(read_documents(next(whole.sources_of(number)), data)).text for number in range(len(whole))]
     assert "".join(pieces) == text
-    assert len(pieces) == -(-len(text.encode()) // 4096)
+    assert len(pieces) == -(-len(text.encode(encoding)) // 4096)
     if sign != "ö":
         assert all(piece.endswith(sign) for piece in pieces)
 
 
-def test_a_row_longer_than_a_shard_is_in_one() -> None:
-    rows = ["a", "b" * 20_000, "c", "d" * 5000]
-    data = WindowData(train=write_rows("a.jsonl", rows))
+@pytest.mark.parametrize(("name", "line"), [("a.jsonl", "b"), ("a.csv", "b"), ("a.csv", "b\n")])
+def test_a_row_longer_than_a_shard_is_in_one(name: str, line: str) -> None:
+    rows = ["a", line * 20_000, "c", "d" * 5000]
+    data = WindowData(train=SOURCES[name](name, rows))
     whole = cut(resolve_sources(data.train, data, key="data.train"), data)
     found = [
         [each.text for part in whole.sources_of(n) for each in read_documents(part, data)] for n in range(len(whole))
     ]
+    # A table is cut at the first record that ends after the size, and not at multiples of it.
     assert [shard for shard in found if shard] == [["a", rows[1]], ["c", rows[3]]]
+    assert whole.rule == (4096 if name == "a.jsonl" else [4096, "records"]), "earlier versions kept a table whole"
 
 
 def test_a_row_that_begins_at_any_byte_near_the_end_of_a_shard_is_in_one() -> None:
@@ -211,16 +245,37 @@ def test_a_damaged_shard_is_made_again(text_recipe: MakeRecipe) -> None:
     assert path.read_bytes() == content
 
 
-def test_a_row_that_cannot_be_read_is_named_when_its_shard_is_made(text_recipe: MakeRecipe) -> None:
-    path = Path("bad.jsonl")
-    lines = [json.dumps({"text": text}) for text in ROWS]
-    lines[500] = '{"text": 5}'
-    path.write_text("\n".join(lines))
-    recipe = text_recipe(str(path), order="blocks", sequence_length=16, eval_fraction=0)
+@pytest.mark.parametrize(
+    ("name", "bad", "encoding"),
+    [
+        ("bad.jsonl", b'{"text": 5}', "auto"),
+        ("bad.csv", b"500,a,b", "auto"),
+        ("quote.csv", b'500,"a" b', "auto"),
+        ("latin.jsonl", b'{"text": "\x81"}', "cp1252"),
+        ("wide.jsonl", '{"text": "'.encode("utf-16-be") + b"\xdc\x00", "utf-16-be"),
+    ],
+    ids=["jsonl", "csv", "quote", "cp1252", "utf-16-be"],
+)
+def test_a_row_that_cannot_be_read_is_named_when_its_shard_is_made(
+    text_recipe: MakeRecipe, name: str, bad: bytes, encoding: str
+) -> None:
+    code = "utf-8" if encoding == "auto" else encoding
+    path, newline = Path(name), "\n".encode(code)
+    texts = [f"{number}," + text.split(":")[1] for number, text in enumerate(ROWS)]
+    texts = ["id,text", *texts] if name.endswith("csv") else [json.dumps({"text": text}) for text in texts]
+    lines = [text.encode(code) for text in texts]
+    lines[500] = bad
+    path.write_bytes(newline.join(lines))
+    recipe = text_recipe(str(path), order="blocks", sequence_length=16, eval_fraction=0, encoding=encoding)
     windows: Any = prepare_text(recipe, progress=False).train
-    at = len("\n".join(lines[:500])) // 4096
-    with raises_golden(DataError):
-        windows.shards.make_all(range(at, at + 2))
+    starts, begin = windows.shards.cut.pieces[:, 2], len(newline.join(lines[:500]) + newline)
+    at = int(np.searchsorted(starts, begin, "right")) - 1
+    with raises_golden(DataError) as raised:
+        windows.shards.make_all(range(at, at + 1))
+    # Lines are counted from the first that begins in the part.
+    first = next(n for n in range(500) if len(newline.join([*lines[:n], b""])) >= starts[at])
+    assert f" from byte {starts[at]:,}" in str(raised.value)
+    assert str(500 - first + 1) in re.findall(r":(\d+)|line (\d+)", str(raised.value))[0]
 
 
 def test_a_source_that_changes_while_it_is_read_gives_no_shard(
