@@ -8,7 +8,6 @@ from zlib import crc32
 
 import numpy as np
 import torch
-from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 from accel_train.core.errors import DataError
@@ -43,6 +42,7 @@ _NEAR = 0.8
 """Share of common groups from which texts are nearly the same."""
 _LABELS = re.compile(r"(soft_)?labels?|targets?|class_ids|boxes|label_sizes|y")
 """Names of tensors that a model is not given to read."""
+_NOTHING = torch.zeros(0)
 _KEYS = np.random.default_rng(0).integers(1, 2**63, (2, 32), np.uint64)
 _PLACE = re.compile(r":\d+$|, row \d+$|, sample \d+ \(.*\)$| [\d,]+$")
 """Place in a file, after its name."""
@@ -145,10 +145,11 @@ def _documents(stream: WindowDataset, tokenizer: Any, most_tokens: int) -> list[
 
 def _row(batch: Collated, *, is_text: bool) -> Row:
     """Return the token ids of a batch of one sample without padding. With `is_text`, labels are ids, and follow."""
-    ids, labels = batch.get("input_ids", torch.zeros(0)), batch.get("labels", torch.zeros(0))
-    read = ids[batch["attention_mask"] > 0] if "attention_mask" in batch else ids.reshape(-1)
-    parts = [read.numpy(), labels[labels != IGNORED_LABEL].numpy() if is_text and labels.ndim == 2 else ()]
-    return Row(np.concatenate(parts).astype(np.int64), np.repeat([False, True], [*map(len, parts)]))
+    ids, labels = batch.get("input_ids", _NOTHING).numpy(), batch.get("labels", _NOTHING)
+    read = ids[batch["attention_mask"].numpy() > 0] if "attention_mask" in batch else ids.reshape(-1)
+    follow = labels[labels != IGNORED_LABEL].numpy() if is_text and labels.ndim == 2 else read[:0]
+    both = np.concatenate([read, follow]).astype(np.int64)
+    return Row(both, np.arange(len(both)) >= len(read))
 
 
 def _unit(where: str, batch: Collated, row: Row, data: TaskData, section: Any, *, with_parts: bool) -> Unit:
@@ -157,11 +158,11 @@ def _unit(where: str, batch: Collated, row: Row, data: TaskData, section: Any, *
     tensors = {name: each for name, each in batch.items() if isinstance(each, torch.Tensor)}
     found = {
         "no_target": batch.get("num_targets") == 0,
-        "not_finite": not all(each.isfinite().all() for each in tensors.values()),
+        "not_finite": not all(each.isfinite().all() for each in tensors.values() if each.is_floating_point()),
         **(_of_text(text, row, batch, data, section) if len(row.ids) else _of_image(batch)),
     }
-    labels: Any = batch.get("labels", batch.get("class_ids", torch.zeros(0)))
-    values = [] if labels.is_floating_point() else labels.unique().tolist()
+    labels: Any = batch.get("labels", batch.get("class_ids", _NOTHING))
+    values = [] if labels.is_floating_point() else np.unique(labels.numpy()).tolist()
     classes = tuple(each for each in values if 0 <= each < len(names))
     inputs = [each.numpy().tobytes() for name, each in tensors.items() if not _LABELS.fullmatch(name)]
     runs = groupby(zip(*row), lambda each: bool(each[1])) if tokenizer and with_parts else ()
@@ -184,19 +185,19 @@ def _of_text(text: str, row: Row, batch: Collated, data: TaskData, section: Any)
     most_targets = getattr(section, "max_target_length", None) or len(row.ids) + 1
     # The first token of a document is a target, and the first of a row with an answer is not.
     is_answered = row.is_target[-1] and not row.is_target[0]
-    marks = {*_TEMPLATE.findall(text)} - {*_TEMPLATE.findall(str(getattr(tokenizer, "chat_template", "")))}
+    marks = {mark for mark in _TEMPLATE.findall(text) if mark not in str(getattr(tokenizer, "chat_template", ""))}
     return {
         "cut_answers": is_answered and (row.is_target.sum() >= most_targets or (not batch and len(row.ids) > limit)),
-        "cut": "attention_mask" in batch and batch["attention_mask"].sum(-1).max() >= limit,
-        "unknown_tokens": np.mean(row.ids == getattr(tokenizer, "unk_token_id", None)) > _UNKNOWN,
+        "cut": "attention_mask" in batch and batch["attention_mask"].numpy().sum(-1).max() >= limit,
+        "unknown_tokens": np.count_nonzero(row.ids == getattr(tokenizer, "unk_token_id", -1)) > _UNKNOWN * len(row.ids),
         "empty": tokenizer is not None and not text.strip(),
-        "wrong_encoding": _WRONG_ENCODING.search(text) is not None,
+        "wrong_encoding": not text.isascii() and _WRONG_ENCODING.search(text) is not None,
         "other_template": bool(marks),
     }
 
 
 def _of_image(batch: Collated) -> dict[str, Any]:
-    pixels, labels = batch.get("pixel_values"), batch.get("labels", torch.zeros(0))
+    pixels, labels = batch.get("pixel_values"), batch.get("labels", _NOTHING)
     return {
         "blank_images": pixels is not None and (pixels.amax((-2, -1)) == pixels.amin((-2, -1))).all(),
         "empty_masks": labels.ndim == 3 and len(labels.unique()) == 1,
@@ -220,21 +221,23 @@ def near_pairs(units: Units) -> Iterator[tuple[int, int]]:
     if not len(numbers):
         return
     groups = (_groups(units[number]) for number in numbers)
-    hashes = np.stack([((each[:, None] * _KEYS[0] + _KEYS[1]) >> np.uint64(32)).min(axis=0) for each in groups])
+    least = (((each[:, None] * _KEYS[0] + _KEYS[1]) >> np.uint64(32)).min(axis=0) for each in groups)
+    # Half of the memory of 64 bits, which the products need.
+    hashes = np.fromiter(least, np.dtype((np.uint32, len(_KEYS[0]))), len(numbers))
     pairs = set[tuple[int, int]]()
     for band in range(0, len(_KEYS[0]), _BAND):
-        keys = hashes[:, band : band + _BAND] @ _KEYS[0, :_BAND]
+        keys = hashes[:, band : band + _BAND].astype(np.uint64) @ _KEYS[0, :_BAND]
         _, first, group = np.unique(keys, return_index=True, return_inverse=True)
         pairs.update(zip(numbers.tolist(), numbers[first[group]].tolist()))
     for later, earlier in sorted(pairs):
         one, other = units[later], units[earlier]
-        if one.digest != other.digest and _share(_groups(one), _groups(other)) >= _NEAR:
+        if one.digest != other.digest and _share(*map(np.unique, map(_groups, (one, other)))) >= _NEAR:
             yield later, earlier
 
 
 def _groups(unit: Unit) -> Hashes:
-    """Return a hash of each five words in sequence, each once."""
-    return np.unique(sliding_window_view(unit.words.astype(np.uint64), GRAM) @ _KEYS[0, :GRAM])
+    """Return a hash of each five words in sequence."""
+    return np.correlate(unit.words.astype(np.uint64), _KEYS[0, :GRAM])
 
 
 def _share(one: Hashes, other: Hashes) -> float:
