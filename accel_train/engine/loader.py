@@ -28,6 +28,7 @@ from torch.utils.data import DataLoader, Dataset
 from accel_train.core.errors import DataError, DataWorkerGone, ExitedEarly, SettingError
 from accel_train.core.hardware import usable_cores
 from accel_train.core.state import Choice, Choices
+from accel_train.core.work import helped
 from accel_train.data.cache import DigestCheck
 from accel_train.data.samples import Drawn, SeededReads, fetch
 from accel_train.engine.block_order import SHARDS_AHEAD, BlockOrder
@@ -137,29 +138,15 @@ def _while_made(order: Any, windows: Any, batches: Steps, world_size: int) -> St
 
     They only help: without them, a process makes the shards that it reads.
     """
-    if "fork" not in multiprocessing.get_all_start_methods() or multiprocessing.current_process().daemon:
-        yield from batches
-        return
-    context = multiprocessing.get_context("fork")
     parts: Sequence[BlockOrder] = order.blocks if isinstance(order, MixedOrder) else [order]
-    num_read = context.Array("q", [part.num_read for part in parts])
+    num_read = multiprocessing.Array("q", [part.num_read for part in parts])
     windows.shards.choose_encoder()
     cores = usable_cores().value // processes_on_machine(world_size)
     stays = threading.current_thread() is threading.main_thread()
-    helpers = [
-        context.Process(target=_make_ahead, args=(parts, windows.shards, num_read, stays), daemon=True)
-        for _ in range(max(1, cores))
-    ]
-    for helper in helpers:
-        helper.start()
-    try:
+    with helped(max(1, cores), _make_ahead, parts, windows.shards, num_read, stays):
         for step in batches:
             num_read[:] = [part.num_read for part in parts]
             yield step
-    finally:
-        for helper in helpers:
-            helper.kill()
-            helper.join()
 
 
 def _make_ahead(parts: Sequence[BlockOrder], shards: Any, num_read: Any, stays: bool) -> None:

@@ -1,5 +1,7 @@
 """Training on text that is tokenized meanwhile: the same run on any number of processes, and after any kill."""
 
+import multiprocessing
+import os
 import random
 import signal
 import time
@@ -11,6 +13,7 @@ import psutil
 import pytest
 
 from accel_train import train
+from accel_train.core.state import Choice
 from accel_train.data.batch_sizes import resolve_batch
 from accel_train.data.text import corpus, shards
 from accel_train.data.text.corpus import prepare_text
@@ -331,6 +334,66 @@ def test_prepare_makes_all_shards_and_the_run_none(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(shards.Shards, "_make", None)
     train(recipe)
     assert stored(tmp_path / "cache") == made
+
+
+def test_the_helpers_of_prepare_make_shards_too_and_end_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    short_blocks(monkeypatch)
+    monkeypatch.setattr(shards, "usable_cores", lambda: Choice(3, "for the test"))
+    makers, make = tmp_path / "makers", shards.Shards._make
+    makers.mkdir()
+
+    def recorded(self: Any, number: int, path: Path) -> None:
+        # Each waits for the others at its first shard.
+        (makers / f"{os.getpid()}").touch()
+        while len([*makers.iterdir()]) < 3:
+            time.sleep(0.01)
+        make(self, number, path)
+        with (makers / f"{os.getpid()}").open("a") as file:
+            file.write(f"{number}\n")
+
+    monkeypatch.setattr(shards.Shards, "_make", recorded)
+    before = len(children())
+    recipe = blocks(tmp_path, 50_000)
+    prepare(Recipe.model_validate(recipe))
+    found = [each.read_text().split() for each in makers.iterdir()]
+    numbers = sorted(int(number) for made in found for number in made)
+    assert numbers == [*range(len(data_of(recipe).train.shards.cut))], "each shard once"
+    assert all(found), "by all three"
+    assert len(children()) == before
+
+
+def test_a_killed_prepare_ends_its_helpers_and_leaves_no_half_shard(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    short_blocks(monkeypatch)
+    monkeypatch.setattr(shards, "usable_cores", lambda: Choice(3, "for the test"))
+    recipe = blocks(tmp_path, 100_000)
+    make = shards.Shards._make
+
+    def slow(self: Any, number: int, path: Path) -> None:
+        time.sleep(0.05)
+        make(self, number, path)
+
+    monkeypatch.setattr(shards.Shards, "_make", slow)
+    process = multiprocessing.get_context("fork").Process(target=prepare, args=(Recipe.model_validate(recipe),))
+    process.start()
+    while len([*(tmp_path / "cache").rglob("0*.bin")]) < 9:
+        time.sleep(0.01)
+    helpers = psutil.Process(process.pid).children()
+    process.kill()
+    process.join()
+    at_kill = len([*(tmp_path / "cache").rglob("0*.bin")])
+    gone, alive = psutil.wait_procs(helpers, timeout=60)
+    assert (len(gone), alive) == (2, [])
+    made = {name: found for name, found in stored(tmp_path / "cache").items() if name.endswith(".bin")}
+    monkeypatch.setattr(shards.Shards, "_make", make)
+    prepare(Recipe.model_validate(recipe))
+    whole = stored(tmp_path / "cache")
+    assert 9 <= len(made) <= at_kill + 2 < len(whole), "each helper ends what it makes"
+    assert len(whole) == len(data_of(recipe).train.shards.cut)
+    assert {name: whole[name] for name in made} == made
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,11 @@ lock is free again when a process that makes it is killed, and the next one take
 """
 
 import hashlib
+import multiprocessing
 import os
+import signal
 import time
-from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -27,9 +27,10 @@ from tqdm import tqdm
 from accel_train.buckets.files import RemoteFile
 from accel_train.core.errors import DataError
 from accel_train.core.files import sync, write_atomically
+from accel_train.core.hardware import usable_cores
 from accel_train.core.json_io import json_digest
 from accel_train.core.terminal import is_main
-from accel_train.core.work import working
+from accel_train.core.work import helped, working
 from accel_train.data import cache
 from accel_train.data.delimited import delimiter_of, quoting_of, record_edges
 from accel_train.data.encoding import encoding_of, has_parts
@@ -207,12 +208,13 @@ class Shards:
             raise DataError(str(error)) from error
         return True
 
-    def make_all(self, numbers: Iterable[int]) -> None:
+    def make_all(self, numbers: Iterable[int], *, progress: bool = True) -> None:
         """Make shards, or wait until other processes have made them."""
         missing = [number for number in numbers if not self.path(number).exists()]
         while missing:
             # Seen when a resume has lost its cache, and counts the samples of the text before it.
-            shown = tqdm(missing, "tokenizing", delay=_SHOWN_AFTER_SECONDS, disable=not is_main(), leave=False)
+            is_shown = progress and is_main()
+            shown = tqdm(missing, "tokenizing", delay=_SHOWN_AFTER_SECONDS, disable=not is_shown, leave=False)
             left = [number for number in shown if not self.make(number)]
             if len(left) == len(missing):
                 with working("waiting for tokens"):
@@ -292,6 +294,20 @@ class Shards:
         return encode if encode is encode_bytes else faster_encoder(self.tokenizer, "").value
 
 
+def _help(shards: Shards, numbers: Iterable[int]) -> None:
+    """Make the shards that no other process makes now, until the parent ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    # The parent finds the same error, and says so.
+    with suppress(DataError):
+        for number in numbers:
+            # `is_alive` would wait for helpers that were started later, too.
+            if os.getppid() == parent.pid:
+                shards.make(number)
+
+
 def sharded(windows: Any) -> dict[str, Any]:
     """Return the arguments of `TaskData` for windows over shards; nothing for other windows."""
     if not isinstance(windows, ShardedWindows):
@@ -343,14 +359,12 @@ class ShardedWindows(Dataset[NDArray[np.int64]]):
         counted = {at: span for at, span in enumerate(self.shards.cut.spans) if spans is None or at in spans}
         missing = [number for span in counted.values() for number in span if self.shards.num_tokens(number) is None]
         self.shards.choose_encoder()
-        with ThreadPoolExecutor(os.cpu_count()) as threads:
-            made = threads.map(self.shards.make, missing)
-            shown = tqdm(made, "tokenizing", len(missing), unit=" MiB", disable=None if progress else True, leave=False)
-            try:
-                deque(shown, maxlen=0)
-            except DataError:
-                threads.shutdown(cancel_futures=True)
-                raise
+        cores = usable_cores().value // int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
+        with helped(min(cores, len(missing)) - 1, _help, self.shards, missing) as helpers:
+            self.shards.make_all(missing, progress=progress)
+            # They find all made. Killed, one would leave its lock.
+            for helper in helpers:
+                helper.join()
         for at, span in counted.items():
             self.sizes[at] = int(self.counts(np.array(span)).sum())
         return bool(missing)
