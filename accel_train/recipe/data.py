@@ -353,29 +353,35 @@ def renamed(data: Data, place_of: Callable[[str], str]) -> Data:
     return data.model_copy(update={name: places_of(getattr(data, name)) for name in names})
 
 
-class WindowData(Data):
+class BlockData(Data):
+    """Settings of data that may be encoded while the run trains."""
+
+    order: Literal["auto", "shuffled", "blocks"] = "auto"
+    """Order of the samples. shuffled: all samples, once everything is tokenized. blocks: data is tokenized while
+    the run trains, in shards of 1 MiB. Shards in random order form blocks of 8 MiB at first, and 256 MiB later, and
+    samples are shuffled within a block. auto: blocks for more than 32 MiB of text, or 1 GiB of rows.
+    """
+
+    @property
+    def limit_bytes(self) -> int | None:
+        """Return `cache_limit` in bytes, of tasks that have it."""
+        limit = getattr(self, "cache_limit", None)
+        return TypeAdapter(ByteSize).validate_python(limit) if limit else None
+
+
+class WindowData(BlockData):
     """Settings of language modeling on documents that are joined and cut into windows of tokens."""
 
     text_column: str = "text"
     """Column with the text, in jsonl, csv, parquet, and data sets, or a template of columns: `{title}. {body}`."""
     sequence_length: Annotated[int, Field(ge=2, le=LARGEST_COUNT)] = 1024
     """Number of tokens that a sample reads. The targets are the next token at each position."""
-    order: Literal["auto", "shuffled", "blocks"] = "auto"
-    """Order of the samples. shuffled: all samples, once everything is tokenized. blocks: data is tokenized while
-    the run trains, in shards of 1 MiB. Shards in random order form blocks of 8 MiB at first, and 256 MiB later, and
-    samples are shuffled within a block. auto: blocks for more than 32 MiB of text, or 1 GiB of fine-tuning rows.
-    """
     cache_limit: (
         Annotated[str, Field(pattern=r"^\d+(\.\d+)?[kMGT]i?B$", title="a size such as 500MB or 200GiB")] | None
     ) = Field(default=None, examples=["200GiB"])
     """Size of token shards (`order: blocks`) that stay in `cache_dir`, of all runs. Above it, those that were used
     longest ago are removed, and made again when they are read. Default: no limit.
     """
-
-    @property
-    def limit_bytes(self) -> int | None:
-        """Return `cache_limit` in bytes."""
-        return TypeAdapter(ByteSize).validate_python(self.cache_limit) if self.cache_limit else None
 
     @property
     def window(self) -> int:

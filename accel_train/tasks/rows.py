@@ -1,7 +1,7 @@
 """Parts that several tasks share: rows of text in memory and their source, padded pairs, counts, and predictions."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -10,28 +10,40 @@ from numpy.typing import NDArray
 from pydantic import TypeAdapter
 from torch import Tensor, nn
 
+from accel_train.core.files import digest64
 from accel_train.data.labels import IGNORED_LABEL, LabelScheme
 from accel_train.data.sources import Source
+from accel_train.data.tables import columns_read, read_rows
+from accel_train.data.text.documents import Split
 from accel_train.data.text.padding import padded, padded_inputs, samples_digest
-from accel_train.data.text.rows_cache import Values, bpe_of, contents_of, open_rows
-from accel_train.data.text.tokenizers import KeptBPE
+from accel_train.data.text.rows_cache import Rows, Values, bpe_of, contents_of, open_rows
+from accel_train.data.text.sharded_rows import ShardedRows, cut_rows, row_shards
+from accel_train.data.text.shards import sharded
+from accel_train.data.text.tokenizers import KeptBPE, tokenizer_digest
 from accel_train.model.kernels.chunked_loss import summed_loss
-from accel_train.recipe.data import TrainedTokenizer
+from accel_train.recipe.data import BlockData, TrainedTokenizer
 from accel_train.recipe.schema import Recipe
-from accel_train.task import Batch, Tensors, Totals
+from accel_train.task import Batch, TaskData, Tensors, Totals
 from accel_train.tasks.common.texts import Divided
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-Rows = TypeVar("Rows", bound=Divided[Any])
+Kind = TypeVar("Kind", bound=Divided[Any])
+
+_READ_BEFORE = (
+    "rows of up to 64 MiB, at equal distances, are read before step 1: notes on rows, counts of classes, and baselines "
+    "are about these, and evaluation rows are held out of them"
+)
+_FIRST = 1024
+"""Training rows that are encoded before training, if the others are in shards."""
 
 
 @dataclass(frozen=True)
-class TextSource(Generic[Rows]):
+class TextSource(Generic[Kind]):
     """The rows, tokenizer, and model configuration that a text task keeps in addition to its samples."""
 
-    rows: Rows
+    rows: Kind
     tokenizer: "PreTrainedTokenizerBase"
     config: "PreTrainedConfig"
 
@@ -52,8 +64,12 @@ class Kept:
     `contents` is all that determines the rows besides sources and data settings.
     """
 
-    def __init__(self, recipe: Recipe, progress: bool, *contents: object) -> None:
-        self.recipe, self.contents, self.keep = recipe, contents, open_rows(recipe.data, progress)
+    def __init__(
+        self, recipe: Recipe, progress: bool, *contents: object, not_in_blocks: Mapping[str, bool] = {}
+    ) -> None:
+        self.recipe, self.progress, self.contents = recipe, progress, contents
+        self.whole, self.order_notes = cut_rows(recipe.data, not_in_blocks)
+        self.keep = open_rows(recipe.data, progress, sampled=self.whole is not None)
 
     def rows(self, load: Callable[[], Any], make: Callable[..., Any], kind: Callable[..., Any] = Divided) -> Any:
         """Return `load()`, an instance of `kind` with rows of class `make`."""
@@ -92,7 +108,8 @@ class Kept:
         """
 
         def build() -> Values:
-            train, evaluation = encode(rows.train), None if rows.eval is None else encode(rows.eval)
+            train = encode(rows.train[: _FIRST if self.whole else None])
+            evaluation = None if rows.eval is None else encode(rows.eval)
             arrays = arrays_of(train)
             return {
                 "train": train,
@@ -102,10 +119,61 @@ class Kept:
                 **about(train, evaluation),
             }
 
+        self.determined = [tokenizer_digest(tokenizer), self.contents, length]
         kept = self.keep([contents_of(tokenizer), self.contents, length], build, make)
         # Encoding sets the truncation that is saved with the tokenizer.
         encode(rows.train[:1])
         return kept
+
+    def in_blocks(
+        self,
+        found: TaskData,
+        rows: Divided[Any],
+        read: Callable[..., list[Any]],
+        encode: Callable[..., list[Any]],
+        make: Callable[..., Any],
+    ) -> TaskData:
+        """Return task data; if training rows are cut into shards, with samples of class `make` that are encoded there.
+
+        `rows` were read before. `read` takes sources, `encode` rows; both can be pickled.
+        """
+        if self.whole is None:
+            return found
+        data, held_out = BlockData.of(self.recipe.data), [] if self.recipe.data.eval else rows.eval or []
+        hashes = frozenset(digest64(row.key.encode(), data.split_seed) for row in held_out)
+        shards, fingerprint, pins = row_shards(
+            data,
+            self.whole,
+            found.fingerprint,
+            self.determined,
+            partial(_encode_shard, data, Split(hashes=hashes, seed=data.split_seed), read, encode),
+            partial(Rows, make=make),
+        )
+        train = ShardedRows(shards)
+        train.count_needed(self.recipe, self.progress)
+        found.facts.num_train, found.facts.cache_folder = len(train), str(shards.folder)
+        found.add_notes([*self.order_notes, _READ_BEFORE])
+        return replace(
+            found,
+            train=train,
+            lengths=None,
+            fingerprint=fingerprint,
+            large_files=pins,
+            **sharded(train),
+        )
+
+
+def _encode_shard(
+    data: BlockData,
+    split: Split,
+    read: Callable[..., list[Any]],
+    encode: Callable[..., list[Any]],
+    sources: Sequence[Source],
+) -> list[Any]:
+    columns = columns_read(data.input_columns[0])
+    # A piece within a long row has none, and `read` refuses that.
+    parts = [read([source]) for source in sources if next(read_rows(source, columns, data), None) is not None]
+    return encode([row for part in parts for row in part if not split.holds_out(row.key)])
 
 
 def given(*columns: str | None) -> list[str]:

@@ -16,14 +16,18 @@ from accel_train.plan.plan import resolve_plan
 from accel_train.plan.prepare import prepare
 from accel_train.recipe.loader import Recipe
 from accel_train.tasks.causal_lm.task import CausalLM
+from tests.support.processes import run_forked
 from tests.support.runs import (
     Settings,
     metrics,
     recipe_dict,
+    run,
     samples_by_step,
     train_recipe,
     write_rows,
+    write_yaml,
 )
+from tests.support.text_tasks import BERT
 from tests.training.test_blocks import BATCH, assert_goes_on_after_kills, short_blocks
 
 STEPS = 24
@@ -162,3 +166,87 @@ def test_weighted_rows_in_blocks_keep_their_shares(tmp_path: Path, monkeypatch: 
     lengths = {name: last.get(f"{name}/tokens", last.get(f"{name}/samples")) for name in names}
     assert lengths["other"] / (lengths["rows"] + lengths["other"]) == pytest.approx(sum(drawn) / (STEPS * BATCH))
     assert last["other/loss"] > 0
+
+
+def recorded(folder: Path, task: str, name: str, **sections: Any) -> tuple[Settings, Path]:
+    """A run on 500 labeled texts or pairs in blocks, and the folder where its processes write what they read."""
+    generator = random.Random(3)
+    rows = [
+        {
+            "text": f"{number} " + "a" * generator.randrange(40),
+            "other": f"{number} is {number % 7}",
+            "label": "late" if number > 490 else ("red", "blue", "green")[number % 3],
+        }
+        for number in range(500)
+    ]
+    write_rows(str(folder / "rows.jsonl"), rows)
+    reads = folder / f"reads {name}"
+    reads.mkdir()
+    pairs = {"pair_columns": ["text", "other"]} if task == "RecordedPairs" else {}
+    data = {"train": str(folder / "rows.jsonl"), "order": "blocks", "eval_fraction": 0.05, "max_length": 32, **pairs}
+    sections["options"] = {"record": str(reads), "shard_bytes": 1024, **sections.pop("options", {})}
+    recipe = recipe_dict(
+        folder,
+        windows=False,
+        task=f"tests.support.tasks.recorded_rows:{task}",
+        tokenizer="bytes",
+        model={"config": BERT},
+        schedule={"max_steps": STEPS},
+        data=data | sections.pop("data", {}),
+        **sections,
+    )
+    return recipe, reads
+
+
+def test_labeled_texts_in_blocks_are_shown_of_some_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    short_blocks(monkeypatch)
+    recipe, _ = recorded(tmp_path, "RecordedTexts", "look")
+    del recipe["options"]
+    look = look_at(Recipe.model_validate({**recipe, "task": "text-classification"}))
+    made, shards = len(stored(tmp_path / "cache")), -(-(tmp_path / "rows.jsonl").stat().st_size // 1024)
+    assert 0 < made < shards - 10
+    texts = {json.loads(line)["text"][:20].strip() for line in (tmp_path / "rows.jsonl").read_text().splitlines()}
+    assert {unit.beginning.removeprefix("[CLS]")[:20].strip() for unit in look.train} <= texts
+    assert 60 < len(look.train) < 400
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", ["RecordedTexts", "RecordedPairs"])
+def test_labeled_texts_and_pairs_in_blocks_are_the_same_run_on_1_2_and_4_processes(tmp_path: Path, task: str) -> None:
+    lines, samples = {}, {}
+    for processes in (1, 2, 4):
+        output, cache = tmp_path / f"run {processes}", {"cache_dir": str(tmp_path / f"cache {processes}")}
+        recipe, reads = recorded(tmp_path, task, str(processes), output_dir=str(output), data=cache)
+        run(write_yaml(tmp_path / "run.yaml", recipe), processes=processes)
+        lines[processes], samples[processes] = metrics(output), samples_by_step(reads, processes, 8)[:STEPS]
+    assert len({sample for step in samples[1] for sample in step}) == STEPS * 8
+    for processes in (2, 4):
+        assert samples[processes] == samples[1]
+        for line, alone in zip(lines[processes], lines[1], strict=True):
+            assert line["step_loss"] == pytest.approx(alone["step_loss"], rel=1e-5)
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("task", ["RecordedTexts", "RecordedPairs"])
+def test_killed_and_gone_on_with_2_1_4_processes_labeled_texts_and_pairs_are_the_uninterrupted_run(
+    tmp_path: Path, task: str
+) -> None:
+    whole, reads = recorded(
+        tmp_path, task, "whole", output_dir=str(tmp_path / "whole"), data={"cache_dir": str(tmp_path / "other")}
+    )
+    run(write_yaml(tmp_path / "run.yaml", whole))
+    expected, read, begun_at = samples_by_step(reads, 1, 8)[:STEPS], dict[int, list[int]](), 0
+    for processes, last_read in ((2, 9), (1, 12), (4, 0)):
+        kill_at = {"read": last_read, "rank": processes - 1 if last_read else -1}
+        options, often = {"kill_at": kill_at}, {"every_steps": 3}
+        recipe, reads = recorded(tmp_path, task, f"on {processes}", options=options, checkpoint=often)
+        done = run_forked(
+            ["run", str(write_yaml(tmp_path / "run.yaml", recipe))], processes, folder=tmp_path / f"of {processes}"
+        )
+        assert (done.wait()[-1] == 0) == (not last_read)
+        steps = samples_by_step(reads, processes, 8)
+        read |= {begun_at + at: samples for at, samples in enumerate(steps) if begun_at + at < STEPS}
+        begun_at = int(sorted((tmp_path / "run/checkpoints").glob("step-*"))[-1].name.removeprefix("step-"))
+    assert [read[step] for step in range(STEPS)] == expected
+    for line, before in zip(metrics(tmp_path / "run"), metrics(tmp_path / "whole"), strict=True):
+        assert line["step_loss"] == pytest.approx(before["step_loss"], rel=1e-5)

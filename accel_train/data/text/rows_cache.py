@@ -132,7 +132,7 @@ class Rows(Sequence[Any]):
     make: Callable[..., Any]
 
     def __len__(self) -> int:
-        return len(self.columns[0])
+        return len(self.columns[0]) if self.columns else 0
 
     def column(self, name: str) -> list[Any]:
         """Return one field of all rows, without making them."""
@@ -154,6 +154,12 @@ def _cell(scalar: Any) -> Any:
     return np.float32(scalar.as_py()) if scalar.type == arrow.float32() else scalar.as_py()
 
 
+def as_table(rows: Iterable[tuple[Any, ...]]) -> arrow.Table:
+    """Return a table of named tuples, for `Rows`. Without rows, it has no columns."""
+    columns = [*map(list, zip(*rows))]
+    return arrow.table(columns, [*map(str, range(len(columns)))])
+
+
 def _save(folder: Path, values: Values) -> Values:
     """Write arrays and rows to a folder. Return the other values."""
     rest = {}
@@ -161,8 +167,7 @@ def _save(folder: Path, values: Values) -> Values:
         if isinstance(value, np.ndarray):
             np.save(folder / name, value)
         elif isinstance(value, list) and value and isinstance(value[0], tuple):
-            table = arrow.table([*map(list, zip(*value))], [*map(str, range(len(value[0])))])
-            write_feather(table, folder / f"{name}.arrow", "uncompressed")
+            write_feather(as_table(value), folder / f"{name}.arrow", "uncompressed")
         else:
             rest[name] = value
     return rest

@@ -3,7 +3,7 @@
 A shard holds the encoded rows of `SHARD_BYTES` of the sources: arrays by name in one Arrow file, memory-mapped.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,38 +15,42 @@ from pyarrow.feather import read_table, write_feather
 
 from accel_train.core.errors import setting_error
 from accel_train.core.format import format_bytes
-from accel_train.data.sources import Source, num_bytes_of
-from accel_train.data.text.shards import SHOWN, WINDOW_BITS, ShardedWindows, Shards
+from accel_train.core.json_io import json_digest
+from accel_train.core.version import __version__
+from accel_train.data import cache
+from accel_train.data.sources import Source, files_of, num_bytes_of
+from accel_train.data.tables import resolve_both
+from accel_train.data.text.documents import Split
+from accel_train.data.text.rows_cache import READ_LATER, as_table
+from accel_train.data.text.shards import SHOWN, WINDOW_BITS, Cut, ShardedWindows, Shards, cut
 from accel_train.data.text.tokens import joined
-from accel_train.recipe.data import WindowData
+from accel_train.recipe.data import BlockData, Data
 
 ROWS_AT_ONCE_UP_TO_BYTES = 1 << 30
 """Rows up to which `data.order: auto` encodes everything before training. Chats take 20 times their size of memory."""
 
-Arrays = Mapping[str, NDArray[Any]]
+
+Encode = Callable[[Sequence[Source]], Iterable[tuple[Any, ...]]]
 
 
 @dataclass(frozen=True)
 class RowShards(Shards):
     """The shards of rows."""
 
-    encode: Callable[[Sequence[Source]], Arrays]
-    """Function that returns the encoded rows of sources that are for training, as arrays. Of bool, a copy is read."""
-    samples_of: Callable[[Arrays], Any] = len
-    """Function that returns the samples of encoded rows, with a length."""
+    encode: Encode
+    """Function that returns the encoded rows of sources that are for training, as tuples (`as_table`)."""
+    samples_of: Callable[[Sequence[Any]], Any]
+    """Function that returns the samples of encoded rows, with a length, from their columns."""
 
     def stream(self, number: int) -> Any:
         """Return the samples of a shard, memory-mapped."""
-        table = read_table(arrow.BufferReader(self.content(number)))
-        columns = {name: table[name].chunk(0).values.to_numpy(zero_copy_only=False) for name in table.column_names}
-        return self.samples_of(columns)
+        return self.samples_of(read_table(arrow.BufferReader(self.content(number))).columns)
 
     def choose_encoder(self) -> None:
         """Do nothing: rows have their own encoder."""
 
     def _write(self, sources: Sequence[Source], building: Path) -> None:
-        columns = {name: [array] for name, array in self.encode(sources).items()}
-        write_feather(arrow.table(columns), building, "uncompressed")
+        write_feather(as_table(self.encode(sources)), building, "uncompressed")
 
 
 class ShardedRows(ShardedWindows):
@@ -78,8 +82,55 @@ class ShardedRows(ShardedWindows):
         return joined([self.opened(number) for number in range(0, count, -(-count // SHOWN))])
 
 
+def cut_rows(data: Data, reasons: Mapping[str, bool]) -> tuple[Cut | None, list[str]]:
+    """Return the training rows in shards, or None if they are not read in blocks, and a note on a choice.
+
+    `reasons` are as for `choose_blocks`.
+
+    Raises:
+        ValueError: as for `resolve_both`.
+        SettingError: as for `choose_blocks`.
+    """
+    if not (isinstance(data, BlockData) and data.is_for_training):
+        return None, []
+    sources = resolve_both(data)[0]
+    kinds = {"jsonl", "parquet", "csv", None}
+    reasons = {
+        **reasons,
+        "data.group_column needs the groups of all rows": getattr(data, "group_column", None) is not None,
+        "rows are read in blocks from jsonl, parquet, csv, and data sets alone": any(
+            source.kind not in kinds for source in sources
+        ),
+    }
+    is_cut, note = choose_blocks(data, sources, reasons, ROWS_AT_ONCE_UP_TO_BYTES)
+    return cut(sources, data) if is_cut else None, note
+
+
+def row_shards(
+    data: BlockData,
+    whole: Cut,
+    first: str,
+    contents: Sequence[object],
+    encode: Encode,
+    samples_of: Callable[[Sequence[Any]], Any],
+) -> tuple[RowShards, str, dict[Path, Path]]:
+    """Return the shards of rows, the fingerprint of all rows, and the files that keep the digests of their files.
+
+    `first` is the fingerprint of the first encoded rows, which tell what settings change. `contents` is all else that
+    determines the encoding.
+    """
+    digests = {file: cache.sample_digest(file) for file in files_of(whole.sources)}
+    names = [source.dataset and source.dataset._fingerprint for source in whole.sources]
+    fingerprint = json_digest([first, [*names, *digests.values(), *contents], whole.rule])
+    root, settings = cache.cache_folder(data), data.model_dump(mode="json", exclude=READ_LATER)
+    folder = root / json_digest([fingerprint, settings, __version__])[:32] / "shards"
+    unused: Any = None
+    shards = RowShards(folder, whole, data, unused, Split(), np.dtype(np.int32), encode, samples_of)
+    return shards, fingerprint, {file: root / "pinned" / digest for file, digest in digests.items()}
+
+
 def choose_blocks(
-    data: WindowData, sources: Sequence[Source], reasons: Mapping[str, bool], most_bytes: int
+    data: BlockData, sources: Sequence[Source], reasons: Mapping[str, bool], most_bytes: int
 ) -> tuple[bool, list[str]]:
     """Return whether training data is read in blocks, and a note on a choice by its size.
 
@@ -90,6 +141,7 @@ def choose_blocks(
     """
     reasons = {
         f"data.last_batch is {data.last_batch}": data.last_batch != "carry",
+        "data.group_by_length needs the lengths of all rows": data.group_by_length,
         **reasons,
     }
     reason = next((why for why, holds in reasons.items() if holds), None)

@@ -40,8 +40,8 @@ from accel_train.data.text.documents import Split
 from accel_train.data.text.encode import Chunk, Counts, texts_of, write_tokens
 from accel_train.data.text.fast_ids import faster_encoder
 from accel_train.data.text.tokenizers import TextTokenizer, TokenIds, encode_bytes
-from accel_train.data.text.tokens import ShardWriter, TokenStream, WindowDataset
-from accel_train.recipe.data import WindowData
+from accel_train.data.text.tokens import ShardWriter, TokenStream, WindowDataset, samples_of
+from accel_train.recipe.data import BlockData
 from accel_train.recipe.schema import Recipe
 
 SHARD_BYTES = 1 << 20
@@ -108,7 +108,7 @@ class Cut:
         return [source for number in numbers.tolist() for source in self.sources_of(number)]
 
 
-def cut(sources: tuple[Source, ...], data: WindowData) -> Cut:
+def cut(sources: tuple[Source, ...], data: BlockData) -> Cut:
     """Cut sources into shards. Files of conll and json stay whole, and those in encodings of several bytes, as gbk.
 
     Raises:
@@ -135,7 +135,7 @@ def cut(sources: tuple[Source, ...], data: WindowData) -> Cut:
     return Cut(sources, pieces, bounds, float(weights.sum()), by_source, rule)
 
 
-def _edges(source: Source, data: WindowData) -> tuple[NDArray[Any], NDArray[Any]]:
+def _edges(source: Source, data: BlockData) -> tuple[NDArray[Any], NDArray[Any]]:
     """Return where the pieces of a data set or one file begin and end, and their bytes."""
     num_bytes = num_bytes_of(source)
     if source.dataset is not None:
@@ -155,7 +155,7 @@ def _edges(source: Source, data: WindowData) -> tuple[NDArray[Any], NDArray[Any]
     return np.array([0, _WHOLE]), np.array([num_bytes])
 
 
-def _records(path: Path, data: WindowData) -> NDArray[np.int64]:
+def _records(path: Path, data: BlockData) -> NDArray[np.int64]:
     """Return the edges of the parts of a table. They are kept, because all of it is read for them."""
     rules = [encoding_of(path, data), delimiter_of(path, data), quoting_of(path, data), SHARD_BYTES]
     kept = cache.cache_folder(data) / "records" / json_digest([cache.sample_digest(path), rules])
@@ -171,7 +171,8 @@ class Shards:
 
     folder: Path
     cut: Cut
-    data: WindowData
+    data: Any
+    """`WindowData` of text, or `BlockData` of rows."""
     tokenizer: TextTokenizer
     split: Split
     """Rule by which documents are left out of the training data."""
@@ -309,10 +310,11 @@ def _help(shards: Shards, numbers: Iterable[int]) -> None:
 
 
 def sharded(windows: Any) -> dict[str, Any]:
-    """Return the arguments of `TaskData` for windows over shards; nothing for other windows."""
+    """Return the arguments of `TaskData` for samples of several sources, and for windows over shards."""
+    found = {"samples_of": samples_of(windows)}
     if not isinstance(windows, ShardedWindows):
-        return {}
-    return {"shards": windows, "settings": {"data.order": "blocks"}}
+        return found
+    return {**found, "shards": windows, "settings": {"data.order": "blocks"}}
 
 
 class ShardedWindows(Dataset[NDArray[np.int64]]):

@@ -44,7 +44,7 @@ _LABELS = re.compile(r"(soft_)?labels?|targets?|class_ids|boxes|label_sizes|y")
 """Names of tensors that a model is not given to read."""
 _NOTHING = torch.zeros(0)
 _KEYS = np.random.default_rng(0).integers(1, 2**63, (2, 32), np.uint64)
-_PLACE = re.compile(r":\d+$|, row \d+$|, sample \d+ \(.*\)$| [\d,]+$")
+_PLACE = re.compile(r"( from byte [\d,]+)?:\d+$|, row \d+$|, sample \d+ \(.*\)$| [\d,]+$")
 """Place in a file, after its name."""
 _WRONG_ENCODING = re.compile("\\S\ufffd+\\S|Ã[\x80-\xbf]|Â[\xa0-\xbf]|â€")
 """A character that could not be decoded, and UTF-8 read as Latin-1 or cp1252."""
@@ -94,7 +94,7 @@ def read_units(data: TaskData, section: Any, *, is_training: bool) -> Iterator[U
 
     A unit that cannot be read has the problem `unreadable`, and the error in place of its beginning.
     """
-    samples: Any = data.train if is_training else data.eval
+    samples: Any = _opened(data.train if is_training else data.eval)
     if samples is None:
         return
     side, tokenizer = "train" if is_training else "eval", tokenizer_of(data)

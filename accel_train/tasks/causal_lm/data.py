@@ -18,17 +18,15 @@ from tqdm import tqdm
 
 from accel_train.core.files import digest64
 from accel_train.core.hardware import usable_cores
-from accel_train.core.json_io import json_digest, parse_json
+from accel_train.core.json_io import parse_json
 from accel_train.core.state import JsonRecord
-from accel_train.core.version import __version__
-from accel_train.data import cache
-from accel_train.data.sources import Source, describe, files_of
+from accel_train.data.sources import Source, describe
 from accel_train.data.tables import Row, check_text, column_names, read_rows, resolve_both, show_cell, text_cell
 from accel_train.data.text.corpus import Corpus
 from accel_train.data.text.documents import Split, divide_rows
-from accel_train.data.text.rows_cache import READ_LATER, Values, bpe_of, contents_of, open_rows
-from accel_train.data.text.sharded_rows import ROWS_AT_ONCE_UP_TO_BYTES, Arrays, RowShards, choose_blocks
-from accel_train.data.text.shards import Cut, cut
+from accel_train.data.text.rows_cache import Values, bpe_of, contents_of, open_rows
+from accel_train.data.text.sharded_rows import cut_rows, row_shards
+from accel_train.data.text.shards import Cut
 from accel_train.data.text.tokenizers import KeptBPE, TextTokenizer, prepare_tokenizer, pretrained_tokenizer, train_bpe
 from accel_train.data.text.tokens import Tokens, joined
 from accel_train.recipe.data import Data, TrainedTokenizer
@@ -65,7 +63,7 @@ def prepare_rows(recipe: Recipe, *, progress: bool) -> RowCorpus:
         ValueError: a source, row, tokenizer or chat template is wrong, or no training row is left.
     """
     data, spec = CausalLMData.of(recipe.data), recipe.tokenizer_in_use
-    whole, note = _cut(data)
+    whole, note = cut_rows(data, {})
     keep = open_rows(data, progress, sampled=whole is not None)
     name = "bytes" if isinstance(spec, TrainedTokenizer) else spec
     tokenizer = pretrained_tokenizer(name, trust_remote_code=recipe.model.trust_remote_code)
@@ -94,16 +92,10 @@ def prepare_rows(recipe: Recipe, *, progress: bool) -> RowCorpus:
         train = rows_of("train", max(1, len(data.mixture)))
     else:
         split = Split(hashes=frozenset(kept["hashes"]), seed=data.split_seed)
-        digests = {file: cache.sample_digest(file) for file in files_of(whole.sources)}
-        names = [source.dataset and source.dataset._fingerprint for source in whole.sources]
-        names += [*digests.values(), tokenizer.digest, template, today]
-        # The first rows tell what other settings change.
-        fingerprint = json_digest([fingerprint, names, whole.rule])
-        root, settings = cache.cache_folder(data), data.model_dump(mode="json", exclude=READ_LATER)
-        folder = root / json_digest([fingerprint, settings, __version__])[:32] / "shards"
         encode = partial(_encode_shard, tokenizer, data, split)
-        train = RowShards(folder, whole, data, tokenizer, split, np.dtype(np.int32), encode)
-        facts.cache_folder, pins = str(folder), {file: root / "pinned" / digest for file, digest in digests.items()}
+        contents = tokenizer.digest, template, today
+        train, fingerprint, pins = row_shards(data, whole, fingerprint, contents, encode, len)
+        facts.cache_folder = str(train.folder)
     return Corpus(
         train=train,
         eval=evaluation if len(evaluation) else None,
@@ -116,22 +108,13 @@ def prepare_rows(recipe: Recipe, *, progress: bool) -> RowCorpus:
     )
 
 
-def _cut(data: CausalLMData) -> tuple[Cut | None, list[str]]:
-    """Return the training data in shards, or None if it is not read in blocks, and a note on a choice."""
-    sources = resolve_both(data)[0]
-    reasons = {
-        "rows are read in blocks from jsonl, csv, parquet, and data sets alone": any(
-            source.kind not in ("jsonl", "csv", "parquet", None) for source in sources
-        )
-    }
-    is_cut, note = choose_blocks(data, sources, reasons, ROWS_AT_ONCE_UP_TO_BYTES)
-    return cut(sources, data) if is_cut else None, note
-
-
-def _encode_shard(tokenizer: TextTokenizer, data: CausalLMData, split: Split, sources: Sequence[Source]) -> Arrays:
+def _encode_shard(
+    tokenizer: TextTokenizer, data: CausalLMData, split: Split, sources: Sequence[Source]
+) -> list[tuple[Any, ...]]:
     rows = [row for row in _examples(sources, data, False) if not split.holds_out(_key(row))]
     # Their warnings are lost, and those about the first rows are shown.
-    return vars(_encode(rows, _encoder(tokenizer, data), data.train_key, data, [], Warnings(list), False))
+    encoded = _encode(rows, _encoder(tokenizer, data), data.train_key, data, [], Warnings(list), False)
+    return [tuple(vars(encoded).values())]
 
 
 def _encoded(recipe: Recipe, tokenizer: TextTokenizer, whole: Cut | None, progress: bool) -> Values:

@@ -16,7 +16,7 @@ from accel_train.core.state import Choice
 from accel_train.data.labels import IGNORED_LABEL
 from accel_train.data.text.sharded_rows import RowShards, ShardedRows
 from accel_train.data.text.shards import sharded
-from accel_train.data.text.tokens import document_lengths, joined, parts_of, samples_of
+from accel_train.data.text.tokens import document_lengths, joined, parts_of
 from accel_train.model.kernels.attention import CAUSAL_SDPA, choose_attention
 from accel_train.recipe.schema import Recipe
 from accel_train.task import Collated, TaskData
@@ -163,13 +163,16 @@ def rows_as_samples(recipe: Recipe, corpus: "RowCorpus", config: PreTrainedConfi
     packed, data = can_keep_rows_apart(recipe, config), CausalLMData.of(recipe.data)
     length = data.sequence_length
 
+    def rows_in(columns: Sequence[Any]) -> TokenRows:
+        return TokenRows(*(each.chunk(0).values.to_numpy(zero_copy_only=False) for each in columns))
+
     def windows(rows: TokenRows) -> PackedRows:
         rows_of = pack(rows.lengths, length) if packed.value else list(np.arange(len(rows))[:, None])
         return PackedRows(rows, rows_of, sequence_length=length, padding_id=corpus.separator_id)
 
     held_out, in_first = joined([*map(windows, parts_of(corpus.eval))]), ""
     if isinstance(corpus.train, RowShards):
-        train: Any = ShardedRows(replace(corpus.train, samples_of=lambda arrays: windows(TokenRows(**arrays))))
+        train: Any = ShardedRows(replace(corpus.train, samples_of=lambda columns: windows(rows_in(columns))))
         parts, in_first = [train.opened(train.shown)], f"estimated from shard {train.shown}: "
         train.count_needed(recipe, progress)
     else:
@@ -202,7 +205,6 @@ def rows_as_samples(recipe: Recipe, corpus: "RowCorpus", config: PreTrainedConfi
         reading_is_free=True,
         source=corpus,
         lengths_vary=not packed.value,
-        samples_of=samples_of(train),
         large_files=corpus.large_files,
         **sharded(train),
     )

@@ -24,7 +24,7 @@ from accel_train.data.labels import IGNORED_LABEL
 from accel_train.data.text.corpus import Corpus, prepare_text
 from accel_train.data.text.shards import sharded
 from accel_train.data.text.tokenizers import named_tokenizer
-from accel_train.data.text.tokens import collate_windows, marks_documents, samples_of
+from accel_train.data.text.tokens import collate_windows, marks_documents
 from accel_train.metrics.scores import perplexity
 from accel_train.model.kernels.attention import (
     attention_window,
@@ -121,7 +121,6 @@ class CausalLM(Task):
                 reading_is_free=True,
                 source=text,
                 large_files=text.large_files,
-                samples_of=samples_of(text.train),
                 **sharded(text.train),
             )
         else:

@@ -23,7 +23,7 @@ from accel_train.data.labels import IGNORED_LABEL
 from accel_train.data.text.corpus import prepare_text
 from accel_train.data.text.shards import sharded
 from accel_train.data.text.tokenizers import vocab_size_of
-from accel_train.data.text.tokens import joined, parts_of, samples_of
+from accel_train.data.text.tokens import joined, parts_of
 from accel_train.metrics.scores import perplexity
 from accel_train.model.kernels.chunked_loss import summed_loss
 from accel_train.model.kernels.loss_by_source import loss_by_source
@@ -106,7 +106,6 @@ class MaskedLM(Task):
             source=source,
             draw=train.draw,
             large_files=text.large_files,
-            samples_of=samples_of(train.windows),
             **sharded(train.windows),
         )
 

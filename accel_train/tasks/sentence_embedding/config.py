@@ -6,7 +6,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from accel_train.core.errors import SettingError
-from accel_train.recipe.data import Data, TextData
+from accel_train.recipe.data import BlockData, Data, TextData
 from accel_train.recipe.tasks import TEXT, TaskSpec
 from accel_train.recipe.values import PositiveFloat, PositiveInt
 
@@ -17,7 +17,7 @@ MARGIN = 0.5
 SCALE = 20.0
 
 
-class SentenceEmbeddingData(TextData):
+class SentenceEmbeddingData(TextData, BlockData):
     """Settings of `data` for sentence embeddings."""
 
     pair_columns: tuple[str, ...] = ("anchor", "positive")

@@ -12,6 +12,7 @@ from accel_train.core.files import digest64
 from accel_train.data.sources import Source
 from accel_train.data.tables import show_cell
 from accel_train.data.text.padding import joined_arrays, padded_inputs
+from accel_train.data.text.shards import Cut
 from accel_train.data.text.tokenizers import parts_to_tokenize, plain_encoder
 from accel_train.recipe.schema import Recipe
 from accel_train.task import Collated
@@ -35,8 +36,10 @@ class AnchorRow(TextRow):
         return self.texts[0]
 
 
-def load_rows(recipe: Recipe) -> Divided[AnchorRow]:
+def load_rows(recipe: Recipe, whole: Cut | None = None) -> Divided[AnchorRow]:
     """Return the rows of `data.train` and `data.eval`, all with the same number of texts.
+
+    Of training data in shards (`whole`), the first rows are returned.
 
     Raises:
         ValueError: a row cannot be read, a text is empty, or a score is not a number; the message names the row.
@@ -47,7 +50,11 @@ def load_rows(recipe: Recipe) -> Divided[AnchorRow]:
             f"data.pair_columns=[{data.pair_columns[0]}] names one column, which leaves nothing to learn from; name "
             "the columns of the anchor and its positive"
         )
-    found = read_both(data, lambda sources, key, _: read_anchor_rows(sources, data, key=key))
+
+    def read(sources: Sequence[Source], key: str, _: object) -> list[AnchorRow]:
+        return read_anchor_rows(whole.sample() if whole and key == data.train_key else sources, data, key=key)
+
+    found = read_both(data, read)
     if not data.is_for_training:
         return found
     if data.score_column is not None and len({row.label for row in found.train}) == 1:

@@ -71,7 +71,7 @@ class SentenceEmbedding(EncoderTask):
         models.check_model(recipe, self.head)
         self.pooling, self.pooling_reason = _pooling(recipe, section)
         keep = Kept(recipe, progress)
-        rows = keep.rows(partial(rows_of.load_rows, recipe), rows_of.AnchorRow)
+        rows = keep.rows(partial(rows_of.load_rows, recipe, keep.whole), rows_of.AnchorRow)
         words = keep.words(chain.from_iterable(row.texts for row in rows.train))
         reader = self.reader(recipe, words, is_pair=False)
         _check_config(reader.config, section)
@@ -104,7 +104,7 @@ class SentenceEmbedding(EncoderTask):
         self.num_queries = -(-recipe.evaluate.num_examples // _NEAREST)
         self.metric_names = CORRELATIONS if section.score_column is not None else RETRIEVAL
         rows.notes.extend(_prompt_notes(section))
-        return self.task_data(
+        found = self.task_data(
             recipe,
             reader,
             rows,
@@ -118,6 +118,13 @@ class SentenceEmbedding(EncoderTask):
                 others={"pooling": self.pooling, "objective": section.loss_name},
                 notes=cut_note(lengths, reader.max_length, section.of_training("rows")),
             ),
+        )
+        return keep.in_blocks(
+            found,
+            rows,
+            partial(rows_of.read_anchor_rows, data=section, key=section.train_key),
+            partial(encode, progress=False),
+            rows_of.Sample,
         )
 
     def choices(self, recipe: Recipe, model: nn.Module) -> Choices:

@@ -6,11 +6,11 @@ from pydantic import Field, model_validator
 
 from accel_train.core.errors import SettingError
 from accel_train.core.metric_names import OF_CLASSES
-from accel_train.recipe.data import ClassData, TextData
+from accel_train.recipe.data import BlockData, ClassData, TextData
 from accel_train.recipe.tasks import TEXT, TaskSpec
 
 
-class TextClassificationData(TextData, ClassData):
+class TextClassificationData(TextData, ClassData, BlockData):
     """Settings of `data` for text classification and regression."""
 
     text_columns: tuple[str, ...] = ("text",)

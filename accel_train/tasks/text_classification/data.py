@@ -1,28 +1,33 @@
 """Labeled texts: read table rows with one text or a pair, tokenize and batch them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from tqdm import tqdm
 
-from accel_train.data.labels import IGNORED_LABEL, LabelScheme, columns_scheme, is_missing, label_scheme
+from accel_train.core.terminal import is_main
+from accel_train.data.labels import IGNORED_LABEL, LabelScheme, columns_scheme, is_missing, label_scheme, labels_in
 from accel_train.data.sources import Source, describe
-from accel_train.data.tables import class_names, resolve_both
+from accel_train.data.tables import class_names, read_rows, resolve_both
 from accel_train.data.text.padding import joined_arrays
+from accel_train.data.text.shards import Cut
 from accel_train.data.text.tokenizers import parts_to_tokenize, plain_encoder
 from accel_train.recipe.schema import Recipe
 from accel_train.task import Collated
 from accel_train.tasks.common.texts import Divided, TextRow, hold_out, repeated_texts, text_rows
-from accel_train.tasks.rows import padded_pairs, second_from
+from accel_train.tasks.rows import given, padded_pairs, second_from
 from accel_train.tasks.text_classification.config import TextClassificationData
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _TEXTS_PER_CALL = 1000
+_MOST_LABELS = 100_000
 
 
 @dataclass(frozen=True)
@@ -45,22 +50,30 @@ def without_labels(texts: LabelledTexts) -> LabelledTexts:
     return replace(texts, train=train, eval=evaluation or None)
 
 
-def load_labelled_texts(recipe: Recipe, known_names: tuple[str, ...] | None) -> LabelledTexts:
+def load_labelled_texts(recipe: Recipe, known_names: tuple[str, ...] | None, whole: Cut | None = None) -> LabelledTexts:
     """Return the labeled texts of `data.train` and `data.eval`.
 
-    Without `data.eval`, a part of `data.train` is held out. `known_names` is passed to `label_scheme`.
+    Without `data.eval`, a part of `data.train` is held out. `known_names` is passed to `label_scheme`. Of training data
+    in shards (`whole`), the first rows are returned, and all labels are read unless the classes have names.
 
     Raises:
         ValueError: a row cannot be read, or its label is missing or unknown; the message names file, row and column.
     """
     data = TextClassificationData.of(recipe.data)
+    problem_type = recipe.model.problem_type
     sources, eval_sources, notes = resolve_both(data)
-    rows, dropped = _with_labels(read_text_rows(sources, data, key=data.train_key), data, data.train_key)
+    first, key = (whole.sample(), f"first rows of {data.train_key}") if whole else (sources, data.train_key)
+    rows, dropped = _with_labels(read_text_rows(first, data, key=data.train_key), data, key)
     notes += dropped
-    labels = [row.label for row in rows]
+    cells, names = [(row.label, row.where) for row in rows], class_names(sources[0], data.label_column)
+    is_known = (data.label_names or data.label_columns or names) is not None or problem_type == "regression"
+    if whole and not is_known:
+        cells = every_label(sources, data)
+        notes.append("all labels were read before step 1, to find the classes. data.label_names makes that unnecessary")
+    labels = [label for label, _ in cells]
 
     def where(index: int) -> str:
-        return rows[index].where
+        return cells[index][1]
 
     if data.label_columns is not None:
         scheme = columns_scheme(labels, where, data.label_columns, data.label_names)
@@ -69,16 +82,16 @@ def load_labelled_texts(recipe: Recipe, known_names: tuple[str, ...] | None) -> 
             labels,
             where,
             column=data.label_column,
-            problem_type=recipe.model.problem_type,
+            problem_type=problem_type,
             label_names=data.label_names,
-            feature_names=class_names(sources[0], data.label_column),
+            feature_names=names,
             known_names=known_names,
             first_id=data.label_ids_from,
-            may_drop=True,
+            may_drop=whole is None,
         )
-    classes = None
+    labels_of, classes = partial(encode_labels, scheme), None
     if data.stratify and not eval_sources and scheme.problem_type == "single_label":
-        classes = scheme.encode(labels, where).tolist()
+        classes = labels_of(rows).tolist()
     train, evaluation, split_notes = hold_out(rows, data, sources, eval_sources, classes)
     notes += [*scheme.notes, *split_notes]
     if eval_sources:
@@ -86,9 +99,6 @@ def load_labelled_texts(recipe: Recipe, known_names: tuple[str, ...] | None) -> 
         notes += dropped
         notes += repeated_texts(train, evaluation, data) if data.is_labelled else []
     notes += shared_sides(train, evaluation or [], data.text_columns)
-
-    def labels_of(some: list[TextRow]) -> NDArray[Any]:
-        return scheme.encode([row.label for row in some], lambda index: some[index].where)
 
     texts = LabelledTexts(
         scheme=scheme,
@@ -106,9 +116,36 @@ def load_labelled_texts(recipe: Recipe, known_names: tuple[str, ...] | None) -> 
             "they are"
         )
     missing = [name for name, count in texts.num_train_of_label.items() if count == 0]
-    if missing and data.is_labelled and data.is_for_training:
+    if missing and data.is_labelled and data.is_for_training and whole is None:
         notes.append(f"no training text has the label {', '.join(missing)}: it cannot be learned")
     return texts
+
+
+def every_label(sources: Sequence[Source], data: TextClassificationData) -> list[tuple[Any, str]]:
+    """Return the different labels of all rows, each with the place of its first one. Reads their column alone.
+
+    Raises:
+        ValueError: a row cannot be read, or too many labels differ to be classes.
+    """
+    found: dict[str, tuple[Any, str]] = {}
+    rows = (row for source in sources for row in read_rows(source, given(data.label_column), data))
+    for row in tqdm(rows, "reading labels", unit=" rows", delay=1, disable=not is_main(), leave=False):
+        cell = row.cells[0]
+        if is_missing(cell, data.words_for_missing) and data.missing_labels != "error":
+            continue
+        for label in [[label] for label in labels_in(cell) or ()] or [cell]:
+            found.setdefault(repr(label), (label, row.where))
+        if len(found) > _MOST_LABELS:
+            raise ValueError(
+                "data.label_column has more than 100,000 different labels. To predict numbers, set "
+                "model.problem_type: regression; otherwise, name the classes in data.label_names"
+            )
+    return [*found.values()]
+
+
+def encode_labels(scheme: LabelScheme, rows: Sequence[TextRow]) -> NDArray[Any]:
+    """Return the labels of rows, encoded."""
+    return scheme.encode([row.label for row in rows], lambda index: rows[index].where)
 
 
 def read_text_rows(sources: Sequence[Source], data: TextClassificationData, *, key: str) -> list[TextRow]:
@@ -145,10 +182,7 @@ def _with_labels(rows: list[TextRow], data: TextClassificationData, key: str) ->
     """Return the rows that have a label, and a note on the others unless `data.missing_labels` is error."""
     if data.missing_labels == "error" or not data.is_labelled:
         return rows, []
-    words = data.words_for_missing
-    lacks = [
-        any(is_missing(cell, words) for cell in (row.label if data.label_columns else (row.label,))) for row in rows
-    ]
+    lacks = [_is_left_out(row, data) for row in rows]
     kept = [row for row, is_without in zip(rows, lacks) if not is_without]
     if not kept:
         setting, columns = "label_column", repr(data.label_column)
@@ -161,6 +195,11 @@ def _with_labels(rows: list[TextRow], data: TextClassificationData, key: str) ->
         "the first)"
     )
     return kept, [note] if missing else []
+
+
+def _is_left_out(row: TextRow, data: TextClassificationData) -> bool:
+    cells = row.label if data.label_columns else (row.label,)
+    return data.missing_labels != "error" and any(is_missing(cell, data.words_for_missing) for cell in cells)
 
 
 class Sample(NamedTuple):
@@ -219,3 +258,14 @@ def tokenize_rows(
                 )
             samples.append(Sample(np.array(ids, dtype=np.int32), second_from(types), labels[row]))
     return samples
+
+
+def encode_rows(
+    rows: Sequence[TextRow],
+    data: TextClassificationData,
+    scheme: LabelScheme,
+    tokenize: Callable[..., list[Sample]],
+) -> list[Sample]:
+    """Return the samples of rows by `tokenize`, without those that `data.missing_labels` leaves out."""
+    kept = [row for row in rows if not _is_left_out(row, data)]
+    return tokenize(kept, encode_labels(scheme, kept))

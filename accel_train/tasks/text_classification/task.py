@@ -61,9 +61,13 @@ class TextClassification(EncoderTask):
         section = TextClassificationData.of(recipe.data)
         models.check_model(recipe)
         known_names = models.known_names(recipe)
-        keep = Kept(recipe, progress, known_names, recipe.model.problem_type)
+        reasons = {
+            "loss.class_weights: balanced counts the labels of all rows": recipe.loss.class_weights == "balanced",
+            "a new model of n-grams measures all texts": (recipe.model.config or {}).get("model_type") == "ngrams",
+        }
+        keep = Kept(recipe, progress, known_names, recipe.model.problem_type, not_in_blocks=reasons)
         texts = keep.rows(
-            lambda: labelled.without_labels(labelled.load_labelled_texts(recipe, known_names)),
+            lambda: labelled.without_labels(labelled.load_labelled_texts(recipe, known_names, keep.whole)),
             TextRow,
             labelled.LabelledTexts,
         )
@@ -111,6 +115,13 @@ class TextClassification(EncoderTask):
                 num_train_of_label=texts.num_train_of_label,
                 notes=cut_note(kept["lengths"], length, section.of_training("texts")),
             ),
+        )
+        found = keep.in_blocks(
+            found,
+            texts,
+            partial(labelled.read_text_rows, data=section, key=section.train_key),
+            partial(labelled.encode_rows, data=section, scheme=scheme, tokenize=partial(encode, progress=False)),
+            labelled.Sample,
         )
         if not is_single:
             names = ("evaluate.num_examples", "loss.class_weights", "loss.label_smoothing", "data.stratify")
@@ -197,6 +208,8 @@ class TextClassification(EncoderTask):
     ) -> tuple[JsonRecord, str] | None:
         if not isinstance(model, NgramsForSequenceClassification) or self.scheme.problem_type == "regression":
             return None
+        if data.shards is not None:
+            return {"logit_temperature": 1.0}, "scores are not calibrated: data.order is blocks"
         try:
             temperature, message = fit_temperature(model, data, recipe, training, self._loss_sum)
         except DataError as error:

@@ -1,9 +1,9 @@
 """Shards of fine-tuning rows: every row is in one with its own targets, whoever makes it, and whenever."""
 
-import csv
 import json
 from collections import Counter
 from collections.abc import Callable
+from copy import deepcopy
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -14,16 +14,20 @@ import pytest
 from pyarrow import parquet
 
 from accel_train.core.errors import DataError
+from accel_train.data.text import sharded_rows
 from accel_train.data.text import shards as shards_module
 from accel_train.data.text.sharded_rows import ShardedRows
 from accel_train.data.text.tokenizers import BYTE_SEPARATOR_ID
 from accel_train.recipe.schema import Recipe
 from accel_train.task import TaskData
-from accel_train.tasks.causal_lm import data as rows_module
 from accel_train.tasks.causal_lm import encoding
 from accel_train.tasks.causal_lm.packing import DOCUMENTS, INPUTS, LABELS, POSITIONS
 from accel_train.tasks.causal_lm.task import CausalLM
+from accel_train.tasks.sentence_embedding.task import SentenceEmbedding
+from accel_train.tasks.text_classification import data as labelled
+from accel_train.tasks.text_classification.task import TextClassification
 from tests.support.runs import TINY_MODEL, Settings, recipe_dict, refused, write_jsonl
+from tests.support.text_tasks import BERT, write_csv
 from tests.support.wording import raises_golden
 
 CHATML = (
@@ -50,11 +54,8 @@ def write_pairs(path: Path, pairs: Pairs) -> str:
     return str(write_jsonl(path, ({"prompt": prompt, "completion": answer} for prompt, answer in pairs)))
 
 
-def write_csv(path: Path, pairs: Pairs) -> str:
-    rows = [["prompt", "completion"], *pairs]
-    with path.with_suffix(".csv").open("w", newline="") as file:
-        csv.writer(file).writerows(rows)
-    return file.name
+def write_cells(path: Path, pairs: Pairs) -> str:
+    return str(write_csv(path.with_suffix(".csv"), ["prompt", "completion"], *map(list, pairs)))
 
 
 def write_chats(path: Path, pairs: Pairs) -> str:
@@ -114,7 +115,7 @@ def _numbers(shard: int, count: int) -> range:
 SOURCES: dict[str, tuple[Callable[[Path, Pairs], str], Settings]] = {
     "prompts": (write_pairs, {}),
     "parquet": (write_table, {}),
-    "csv": (write_csv, {}),
+    "csv": (write_cells, {}),
     "chats": (write_chats, {"format": "chat", "chat_template": CHATML}),
 }
 
@@ -240,7 +241,7 @@ def test_auto_chooses_by_the_size_of_the_rows_alone(tmp_path: Path, monkeypatch:
     train = write_pairs(tmp_path / "rows.jsonl", PAIRS)
     size = Path(train).stat().st_size
     for limit, expected in ((size, False), (size - 1, True)):
-        monkeypatch.setattr(rows_module, "ROWS_AT_ONCE_UP_TO_BYTES", limit)
+        monkeypatch.setattr(sharded_rows, "ROWS_AT_ONCE_UP_TO_BYTES", limit)
         for warm in range(2):
             data = load(tmp_path, train, order="auto")
             assert isinstance(data.train, ShardedRows) == expected, warm
@@ -251,7 +252,7 @@ def test_auto_chooses_by_the_size_of_the_rows_alone(tmp_path: Path, monkeypatch:
     "change",
     [
         {"last_batch": "short"},
-        {"train": "rows.csv"},
+        {"train": "rows.json"},
     ],
 )
 def test_blocks_of_rows_that_cannot_be_are_refused(
@@ -259,7 +260,7 @@ def test_blocks_of_rows_that_cannot_be_are_refused(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     write_pairs(Path("rows.jsonl"), PAIRS)
-    Path("rows.csv").write_text("prompt,completion\na,b\n")
+    Path("rows.json").write_text('[{"prompt": "a", "completion": "b"}]')
     refused(lambda: load(tmp_path, **{"train": "rows.jsonl", **change}), named="data.order")
 
 
@@ -277,3 +278,132 @@ def test_json_of_a_row_is_its_key_in_the_sample_and_in_the_shards(tmp_path: Path
         file.writelines(json.dumps({"completion": answer, "prompt": prompt}) + "\n" for prompt, answer in PAIRS)
     counts = Counter(map(str, rows_in(windows_of(load(tmp_path, str(path), eval_fraction=0.2)))))
     assert {*counts.values()} == {2}
+
+
+TEXTS = [
+    {
+        "text": f"{number} " + "wörd " * (number * 7 % 12),
+        "other": f"so {number % 90}",
+        "label": "late" if number > 390 else ("red", "blue")[number % 2],
+        "labels": [["a"], ["b", "c"], []][number % 3] if number != 399 else ["d"],
+        "value": number / 8,
+        "is_red": number % 2,
+        "is_late": int(number > 390),
+        "some": None if number % 5 == 1 else f"class {number % 3}",
+    }
+    for number in range(400)
+]
+PAIR: Settings = {"pair_columns": ["text", "other"]}
+ROWS: dict[str, Settings] = {
+    "names": {},
+    "pairs of texts": {"text_columns": ["text", "other"]},
+    "named classes": {"label_names": ["late", "blue", "red"]},
+    "lists": {"label_column": "labels"},
+    "numbers": {"label_column": "value", "problem_type": "regression"},
+    "columns": {"label_columns": ["is_red", "is_late"]},
+    "missing": {"label_column": "some", "missing_labels": "drop"},
+    "anchors": PAIR,
+    "scores": {**PAIR, "score_column": "value"},
+}
+
+
+def write_kind(folder: Path, kind: str, rows: list[Settings]) -> str:
+    path = folder / f"rows.{kind}"
+    if kind == "parquet":
+        parquet.write_table(arrow.Table.from_pylist(rows), path, row_group_size=23)
+        return str(path)
+    if kind == "jsonl":
+        return str(write_jsonl(path, rows))
+    folder = path.with_suffix("")
+    folder.mkdir(exist_ok=True)
+    for number in range(0, len(rows), 40):
+        part, header = rows[number : number + 40], [*rows[0]]
+        write_csv(folder / f"{number:03d}.csv", header, *([row[name] for name in header] for row in part))
+    return str(folder)
+
+
+def load_rows(folder: Path, train: str, name: str, order: str, **sections: Any) -> TaskData:
+    are_pairs = name in ("anchors", "scores")
+    task, kind = (
+        (SentenceEmbedding(), "sentence-embedding") if are_pairs else (TextClassification(), "text-classification")
+    )
+    settings = dict(ROWS[name])
+    model: Settings = {"config": BERT}
+    if "problem_type" in settings:
+        model["problem_type"] = settings.pop("problem_type")
+    data = {"train": train, "order": order, "eval_fraction": 0.05, "max_length": 64, **settings}
+    data |= sections.pop("data", {})
+    given = {"tokenizer": "bytes", "model": model, **sections}
+    recipe = recipe_dict(folder, task=kind, data=data, **given)
+    return task.load_data(Recipe.model_validate(recipe), progress=False)
+
+
+def samples_in(rows: Any) -> list[Any]:
+    counts = rows.counts(np.arange(len(rows.shards.cut))).tolist()
+    assert len(counts) > 5
+    return [each for number, count in enumerate(counts) for each in rows.__getitems__([*_numbers(number, count)])]
+
+
+def plain(value: Any) -> Any:
+    """The values of a sample, without the types that hold them."""
+    return [*map(plain, value)] if isinstance(value, tuple) else getattr(value, "tolist", lambda: value)()
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [*((name, "jsonl") for name in ROWS), ("names", "parquet"), ("names", "csv"), ("scores", "csv")]
+)
+def test_shards_of_labeled_texts_and_pairs_have_the_samples_of_all_rows_in_memory(
+    tmp_path: Path, name: str, kind: str
+) -> None:
+    train = write_kind(tmp_path, kind, TEXTS)
+    in_shards, in_memory = (load_rows(tmp_path, train, name, order) for order in ("blocks", "shuffled"))
+    found, expected = [*samples_in(in_shards.train), *in_shards.eval], [*in_memory.train, *in_memory.eval]  # type: ignore[misc]
+    assert Counter(str(plain(each)) for each in found) == Counter(str(plain(each)) for each in expected)
+    assert [*map(plain, in_shards.eval)] == [*map(plain, in_memory.eval)]  # type: ignore[arg-type]
+    assert in_shards.facts.label_names == in_memory.facts.label_names
+    position = [*map(plain, expected)].index(plain(found[70]))
+    ours, theirs = in_shards.collate([found[70]]), in_memory.collate([expected[position]])
+    assert theirs.keys() == ours.keys()
+    for key, value in theirs.items():
+        assert np.array_equal(ours[key], value), key
+        assert getattr(ours[key], "dtype", None) == getattr(value, "dtype", None), key
+
+
+def test_classes_that_are_named_are_not_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = list[str]()
+    monkeypatch.setattr(labelled, "every_label", lambda *_: read.append("") or [("red", ""), ("blue", "")])
+    train = write_kind(tmp_path, "jsonl", TEXTS)
+    for name, expected in (("named classes", 0), ("numbers", 0), ("columns", 0), ("names", 1)):
+        read.clear()
+        monkeypatch.setattr(shards_module, "SAMPLE_BYTES", 4096)
+        load_rows(tmp_path, train, name, "blocks", data={"eval_fraction": 0.2})
+        assert len(read) == expected, name
+
+
+def test_numbers_are_not_classes_of_rows_in_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(labelled, "_MOST_LABELS", 100)
+    train = write_kind(tmp_path, "jsonl", TEXTS)
+    refused(
+        lambda: load_rows(tmp_path, train, "names", "blocks", data={"label_column": "value"}),
+        named="data.label_column|model.problem_type",
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "sections"),
+    [
+        ("names", {"data": {"group_column": "other"}}),
+        ("names", {"data": {"group_by_length": True}}),
+        ("names", {"loss": {"class_weights": "balanced"}}),
+        ("names", {"model": {"config": {"model_type": "ngrams"}}}),
+        ("anchors", {"data": {"group_column": "value"}}),
+    ],
+)
+def test_what_needs_all_rows_before_step_1_is_refused_in_blocks_and_chosen_against_by_auto(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, sections: Settings
+) -> None:
+    train = write_kind(tmp_path, "jsonl", TEXTS)
+    refused(lambda: load_rows(tmp_path, train, name, "blocks", **deepcopy(sections)), named="data.order")
+    monkeypatch.setattr(sharded_rows, "ROWS_AT_ONCE_UP_TO_BYTES", 1)
+    assert load_rows(tmp_path, train, name, "auto", **deepcopy(sections)).shards is None
+    assert load_rows(tmp_path, train, name, "auto").shards is not None
