@@ -1,4 +1,4 @@
-"""The token shard cache: its files, the build lock, and integrity checks.
+"""The cache of data: token shards and kept values, their files, the build lock, limit, and integrity checks.
 
 CACHE/text/KEY/            published in one rename: train.bin, eval.bin, meta.json, tokenizer/
 CACHE/text/KEY.lock        held by the one process that builds KEY
@@ -6,6 +6,7 @@ CACHE/text/KEY.building/   unfinished build; the next build removes what a kille
 CACHE/text/digests.json    digests of source files, by path, size and modification time
 CACHE/text/pinned/         digests of large token files that runs read where they lie, by the digest of samples
 CACHE/text/latest/         newest KEY of each recipe, to detect a changed source
+CACHE/kept/KEY/            encoded rows, digests of images (`data/text/rows_cache.py`); with KEY.lock, KEY.building/
 """
 
 import hashlib
@@ -17,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from io import BytesIO
 from pathlib import Path
+from shutil import rmtree
 from typing import Any
 
 from filelock import BaseFileLock, FileLock, Timeout
@@ -33,7 +35,7 @@ CHECKED_AT_OPENING_BYTES = 2**28
 
 # A file rewritten within the clock's resolution keeps its modification time. Digests this young are not trusted (git
 # does the same).
-_SETTLED_SECONDS = 2.0
+SETTLED_SECONDS = 2.0
 _NUM_SAMPLES, _SAMPLE_BYTES = 64, 4096
 
 
@@ -66,19 +68,26 @@ def lock(path: Path) -> BaseFileLock:
     return FileLock(path, fallback_to_soft=False)
 
 
-def evict_shards(root: Path, limit: int) -> None:
-    """Remove the token shards that were used longest ago, until `limit` bytes are left. Their sizes stay as NAME.size.
+def evict(root: Path, limit: int) -> None:
+    """Remove the token shards and kept values that were used longest ago, until `limit` bytes are left in a cache.
 
-    A process that has opened a shard still reads it.
+    The sizes of shards stay as NAME.size. A process that has opened a file still reads it.
     """
     # One process removes, and the others go on.
     with suppress(Timeout, FileNotFoundError), lock(root / "evict.lock").acquire(timeout=0):
-        shards = [(stamp_of(path), path) for path in root.glob("*/shards/*/*.bin")]
-        left = sum(size for (size, _), _ in shards)
-        for (size, _), path in sorted(shards, key=lambda shard: shard[0][1]):
+        found = [(stamp_of(path), path) for path in root.glob("text/*/shards/*/*.bin")]
+        sizes = {path: sum(file.stat().st_size for file in path.iterdir()) for path in root.glob("kept/*/")}
+        found += [([size, stamp_of(path)[1]], path) for path, size in sizes.items()]
+        left = sum(size for (size, _), _ in found)
+        # Other processes wait for the last one, whatever the limit is.
+        for (size, _), path in sorted(found, key=lambda each: each[0][1])[:-1]:
             if left > limit:
-                write_atomically(path.with_suffix(".size"), str(size).encode(), durable=False)
-                path.unlink(missing_ok=True)
+                if path.suffix == ".bin":
+                    write_atomically(path.with_suffix(".size"), str(size).encode(), durable=False)
+                    path.unlink(missing_ok=True)
+                else:
+                    with lock(path.with_suffix(".lock")).acquire(timeout=0):
+                        rmtree(path)
                 left -= size
 
 
@@ -91,7 +100,7 @@ def file_digests(files: Sequence[Path], cache: Path, advance: Callable[[float], 
     # One process reads the files; the others read its result.
     with lock(cache / "digests.lock"):
         known: dict[str, list[Any]] = read_json(sidecar) or {}
-        settled_before_ns = time.time_ns() - int(_SETTLED_SECONDS * 1e9)
+        settled_before_ns = time.time_ns() - int(SETTLED_SECONDS * 1e9)
 
         def digest(file: Path) -> tuple[str, list[Any]]:
             path = str(file.resolve())

@@ -218,7 +218,15 @@ class Data(Section):
     pin_memory: Auto | bool = "auto"
     """Whether to use page-locked host buffers, so that copies to the GPU overlap with work."""
     cache_dir: str | None = Field(default=None, examples=["/scratch/accel_train"])
-    """Folder for token shards. Default: $ACCEL_TRAIN_CACHE, or ~/.cache/accel_train if that is not set."""
+    """Folder for tokens, encoded rows, and digests of images. Default: $ACCEL_TRAIN_CACHE, or ~/.cache/accel_train if
+    that is not set.
+    """
+    cache_limit: (
+        Annotated[str, Field(pattern=r"^\d+(\.\d+)?[kMGT]i?B$", title="a size such as 500MB or 200GiB")] | None
+    ) = Field(default=None, examples=["200GiB"])
+    """Size of token shards (`order: blocks`), encoded rows, and digests of images that stay in `cache_dir`, of all
+    runs. Above it, those that were used longest ago are removed, and made again when they are read. Default: no limit.
+    """
     _train_key: str = PrivateAttr("data.train")
 
     def shown_as(self, key: str) -> Self:
@@ -233,6 +241,11 @@ class Data(Section):
     def train_key(self) -> str:
         """Return the name of the `train` data in messages."""
         return self._train_key
+
+    @property
+    def limit_bytes(self) -> int | None:
+        """Return `cache_limit` in bytes."""
+        return TypeAdapter(ByteSize).validate_python(self.cache_limit) if self.cache_limit else None
 
     @property
     def input_columns(self) -> tuple[str, ...]:
@@ -376,12 +389,6 @@ class WindowData(BlockData):
     """Column with the text, in jsonl, csv, parquet, and data sets, or a template of columns: `{title}. {body}`."""
     sequence_length: Annotated[int, Field(ge=2, le=LARGEST_COUNT)] = 1024
     """Number of tokens that a sample reads. The targets are the next token at each position."""
-    cache_limit: (
-        Annotated[str, Field(pattern=r"^\d+(\.\d+)?[kMGT]i?B$", title="a size such as 500MB or 200GiB")] | None
-    ) = Field(default=None, examples=["200GiB"])
-    """Size of token shards (`order: blocks`) that stay in `cache_dir`, of all runs. Above it, those that were used
-    longest ago are removed, and made again when they are read. Default: no limit.
-    """
 
     @property
     def window(self) -> int:

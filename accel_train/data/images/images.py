@@ -2,12 +2,14 @@
 
 import hashlib
 import os
+import time
 from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,14 +19,21 @@ from PIL import Image
 
 from accel_train.core.errors import DataError
 from accel_train.core.files import refuse_link_loops
+from accel_train.core.terminal import is_main
+from accel_train.core.version import __version__
+from accel_train.data.cache import SETTLED_SECONDS
 from accel_train.data.images.boxes import Boxes
 from accel_train.data.images.decoding import Content, inspect_image, open_image
+from accel_train.recipe.data import Data
 
 _SUFFIXES = ".jpg .jpeg .jpe .jfif .png .bmp .gif .tif .tiff .webp .ppm .pgm .pbm .pnm .jp2 .avif"
 IMAGE_SUFFIXES = tuple(_SUFFIXES.split())
 
 INSPECTED_LIMIT = 20_000
 """Most images to inspect before training starts (4 s). In larger sets, a broken image is found when it is read."""
+
+LEAST_KEPT = 2_000
+"""Images from which digests are kept. Smaller sets are inspected at each start, within half a second."""
 
 BROKEN = np.iinfo(np.uint64).max
 """Digest of an image that cannot be read. It is not held out."""
@@ -51,6 +60,15 @@ class Images(ABC):
     @abstractmethod
     def stamp(self) -> str:
         """Return a digest of names and sizes that identifies the set without reading the images."""
+
+    def stamps(self) -> Iterator[tuple[Any, ...]]:
+        """Yield path, size, and times of each file. The last one changes with the content, whatever a program sets.
+
+        Raises:
+            NotImplementedError: images are not files of their own.
+            OSError: a file is missing.
+        """
+        raise NotImplementedError
 
     def __getitem__(self, index: int) -> Image.Image:
         """Return an upright image in its file's mode (palette, 16-bit, CMYK ...). Raises DataError if it is broken."""
@@ -79,6 +97,11 @@ class FileImages(Images):
 
     def stamp(self) -> str:
         return text_digest(f"{name} {os.stat(self.root / name).st_size}" for name in self.names)
+
+    def stamps(self) -> Iterator[tuple[Any, ...]]:
+        for name in self.names:
+            stat = os.stat(path := os.path.join(self.root, name))
+            yield path, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
 
 
 @dataclass(frozen=True)
@@ -158,6 +181,9 @@ class JoinedImages(Images):
     def stamp(self) -> str:
         return text_digest(part.stamp() for part in self.parts)
 
+    def stamps(self) -> Iterator[tuple[Any, ...]]:
+        return chain.from_iterable(part.stamps() for part in self.parts)
+
     def _find(self, index: int) -> tuple[Images, int]:
         number = bisect_right(self.stops, index)
         return self.parts[number], index - (self.stops[number - 1] if number else 0)
@@ -227,10 +253,11 @@ def list_images(folder: Path) -> list[str]:
     return list_files(folder)[0]
 
 
-def inspect_images(images: Images, most_broken: int = 0) -> NDArray[np.uint64]:
+def inspect_images(images: Images, data: Data, most_broken: int = 0) -> NDArray[np.uint64]:
     """Return the content digest of each image and check all headers. 20,000 files of 40 kB take 4 s of CPU time.
 
-    The digest of an image that cannot be read is `BROKEN`.
+    The digest of an image that cannot be read is `BROKEN`. Digests of `LEAST_KEPT` or more files stay in the cache of
+    `data`, and are read from there until a file is added, removed, or changed.
 
     Raises:
         ValueError: more than `most_broken` files are not images; the message names the first and the number of faults.
@@ -242,12 +269,34 @@ def inspect_images(images: Images, most_broken: int = 0) -> NDArray[np.uint64]:
         except ValueError as error:
             return error
 
-    found = in_threads(look, range(len(images)))
-    faults = [result for result in found if isinstance(result, ValueError)]
+    def build() -> dict[str, Any]:
+        found = in_threads(look, range(len(images)))
+        return {"digests": np.array([BROKEN if isinstance(each, ValueError) else each for each in found], np.uint64)}
+
+    known = _known_by(images) if data.is_for_training and len(images) >= LEAST_KEPT else None
+    if known is None:
+        digests = build()["digests"]
+    else:
+        from accel_train.data.text.rows_cache import keep_values
+
+        digests = keep_values(data, known, build, tuple, lambda: known == _known_by(images), is_main())["digests"]
+    broken = np.flatnonzero(digests == BROKEN).tolist()
+    again = in_threads(look, broken)
+    faults = [result for result in again if isinstance(result, ValueError)]
     if len(faults) > most_broken:
-        more = f" (and {len(faults) - 1} more of {len(found)} images)" if len(faults) > 1 else ""
+        more = f" (and {len(faults) - 1} more of {len(images)} images)" if len(faults) > 1 else ""
         raise ValueError(f"{faults[0]}{more}")
-    return np.array([BROKEN if isinstance(result, ValueError) else result for result in found], dtype=np.uint64)
+    digests[broken] = [BROKEN if isinstance(result, ValueError) else result for result in again]
+    return digests
+
+
+def _known_by(images: Images) -> str | None:
+    """Return a digest that changes with any image's file, without reading it, or None if no such digest exists."""
+    with suppress(OSError, NotImplementedError):
+        stamps = [*images.stamps()]
+        if max(stamp[-1] for stamp in stamps) < time.time_ns() - SETTLED_SECONDS * 1e9:
+            return text_digest([__version__, os.getcwd(), *map(str, stamps)])
+    return None
 
 
 def held_out(digests: NDArray[np.uint64], eval_fraction: float) -> NDArray[np.bool_]:

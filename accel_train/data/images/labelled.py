@@ -107,8 +107,8 @@ def divide_pools(pool: ImagePool, other: ImagePool | None, data: ImageData) -> I
         ValueError: an image is broken, or no training image is left.
     """
     most = data.max_broken
-    digests = _look_at(pool.images, most, needed=other is None and data.eval_fraction > 0)
-    description, contents, notes = pool.description, [_identity(pool, digests, most)], list(pool.notes)
+    digests = _look_at(pool.images, data, most, needed=other is None and data.eval_fraction > 0)
+    description, contents, notes = pool.description, [_identity(pool, digests, data, most)], list(pool.notes)
     train = _rows(pool, np.arange(len(pool.images)))
     held: ImageRows | None = train
     if other is None:
@@ -122,10 +122,10 @@ def divide_pools(pool: ImagePool, other: ImagePool | None, data: ImageData) -> I
         train = _rows(pool, np.flatnonzero(~chosen))
         held = _rows(pool, np.flatnonzero(chosen)) if chosen.any() else None
     elif other is not pool:
-        other_digests = _look_at(other.images, 0, needed=False)
+        other_digests = _look_at(other.images, data, 0, needed=False)
         held = _rows(other, np.arange(len(other.images)))
         description += f"; evaluation: {other.description}"
-        contents.append(_identity(other, other_digests, 0))
+        contents.append(_identity(other, other_digests, data, 0))
         notes += other.notes
         if digests is not None and other_digests is not None and data.eval != data.train:
             num_shared = int(np.isin(other_digests, digests).sum())
@@ -194,18 +194,18 @@ def parts_of_classes(root: Path) -> dict[Part, Path]:
     return parts if parts and any(entry.is_dir() for entry in parts["train"].iterdir()) else {}
 
 
-def _look_at(images: Images, most_broken: int, *, needed: bool) -> NDArray[np.uint64] | None:
+def _look_at(images: Images, data: Data, most_broken: int, *, needed: bool) -> NDArray[np.uint64] | None:
     """Return the digest of each image, or None for more than 20,000 images unless the split needs them."""
-    return inspect_images(images, most_broken) if needed or len(images) <= INSPECTED_LIMIT else None
+    return inspect_images(images, data, most_broken) if needed or len(images) <= INSPECTED_LIMIT else None
 
 
-def _identity(pool: ImagePool, digests: NDArray[np.uint64] | None, most_broken: int) -> str:
+def _identity(pool: ImagePool, digests: NDArray[np.uint64] | None, data: Data, most_broken: int) -> str:
     """Return a digest that changes with any image, mask, label, and with any box, class, flag, area or image size."""
     parts = (pool.images,) if pool.masks is None else (pool.images, pool.masks)
     if digests is None:
         contents = [images.stamp() for images in parts]
     else:
-        of_masks = [inspect_images(images, most_broken) for images in parts[1:]]
+        of_masks = [inspect_images(images, data, most_broken) for images in parts[1:]]
         contents = [found.tobytes().hex() for found in (digests, *of_masks)]
     contents += map(str, pool.labels)
     if pool.boxes is not None:

@@ -1,7 +1,9 @@
 """Masks as stored in files: the value of each pixel, and the mapping of values to classes."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -62,6 +64,9 @@ class RenumberedMasks(Images):
 
     def stamp(self) -> str:
         return text_digest([self.masks.stamp(), self.table.hex()])
+
+    def stamps(self) -> Iterator[tuple[Any, ...]]:
+        return ((self.table.hex(), *stamp) for stamp in self.masks.stamps())
 
     def inspect(self, index: int) -> int:
         return self.masks.inspect(index) ^ self._digest

@@ -52,8 +52,9 @@ def refuse_annotations(folder: Path, files: Sequence[str], others: Sequence[str]
     maps = next((file for file in files if "panoptic" in os.path.dirname(file).lower()), None)
     if maps is not None:
         raise ValueError(_PANOPTIC.format(folder / maps))
-    stems = {Path(name).stem for name in files}
-    texts = [name for name in others if name.lower().endswith((".xml", ".txt", ".json")) and Path(name).stem in stems]
+    texts = [name for name in others if name.lower().endswith((".xml", ".txt", ".json"))]
+    stems = {Path(name).stem for name in files} if texts else set()
+    texts = [name for name in texts if Path(name).stem in stems]
     looked_at = {texts[index] for index in evenly_spaced(len(texts), _TEXTS_LOOKED_AT)}
     for path in map(folder.joinpath, others):
         suffix, kind = path.suffix.lower(), None

@@ -1,11 +1,14 @@
-"""Rows that are encoded once, on disk, and memory-mapped by all processes and by later starts (`open_rows`).
+"""Values that are computed once, on disk, and memory-mapped by all processes and by later starts (`keep_values`).
 
-CACHE/text/KEY/ has a file for each array (.npy) and table of rows (.arrow), and meta.json with all other values. Locks,
-publishing, and checks are those of token shards (`data/cache.py`).
+They are encoded rows (`open_rows`) and digests of images (`inspect_images`). CACHE/kept/KEY/ has a file for each array
+(.npy) and table of rows (.arrow), and meta.json with all other values. Locks, publishing, and checks are those of token
+shards (`data/cache.py`).
 """
 
+import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -62,10 +65,6 @@ def open_rows(data: Data, progress: bool, sampled: bool = False) -> Keep:
         ValueError: as for `resolve_both`.
     """
 
-    def say(note: object) -> None:
-        if progress:
-            tqdm.write(f"encoded rows: {note}", file=sys.stderr)
-
     train, held_out, _ = resolve_both(data)
     sources = (*train, *held_out)
     files, root = files_of(sources), cache.cache_root(data) / "text"
@@ -84,33 +83,71 @@ def open_rows(data: Data, progress: bool, sampled: bool = False) -> Keep:
             digests = map(cache.sample_digest, files) if sampled else cache.file_digests(files, root, lambda _: None)
             determined = [versions, settings, names, files, *digests]
         except _UNUSABLE as error:
-            say(f"not kept ({error})")
+            _say(f"not kept ({error})", progress)
 
     def keep(contents: Sequence[object], build: Callable[[], Values], make: Callable[..., Any]) -> Values:
         if not determined or None in contents:
             return build()
-        built: Values = {}
-        folder = root / json_digest([determined, contents, make])[:32]
-        try:
-            if (meta := cache.read_valid_meta(folder)) is None:
-                with cache.lock(folder.with_suffix(".lock")):
-                    if (meta := cache.read_valid_meta(folder)) is None:
-                        if folder.exists():
-                            say(f"{folder} is damaged: encoding again")
-                            rmtree(folder)
-                        built = build()
-                        with publish_folder(folder, folder.with_suffix(".building")) as building:
-                            cache.complete(building, {"values": _save(building, built)})
-                            if stamps != [*map(cache.stamp_of, files)]:
-                                raise OSError("a source changed while it was read")
-                        return built
-            return meta["values"] | {Path(name).stem: _load(folder / name, make) for name in meta["files"]}
-        except _UNUSABLE as error:
-            built = built or build()
-            say(f"not kept ({error})")
-            return built
+        key = json_digest([determined, contents, make])
+        return keep_values(data, key, build, make, lambda: stamps == [*map(cache.stamp_of, files)], progress)
 
     return keep
+
+
+def keep_values(
+    data: Data,
+    key: str,
+    build: Callable[[], Values],
+    make: Callable[..., Any],
+    is_current: Callable[[], bool],
+    progress: bool,
+) -> Values:
+    """Return the values of an entry, memory-mapped, or build them, as for `Keep`.
+
+    Args:
+        key: digest of everything that determines the values.
+        is_current: returns whether the sources are still those that the key names.
+    """
+    built: Values = {}
+    root = cache.cache_root(data)
+    folder = root / "kept" / key[:32]
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        # `evict` may remove it while it is read, but not under its lock.
+        with suppress(FileNotFoundError):
+            if (values := _opened(folder, make)) is not None:
+                return values
+        with cache.lock(folder.with_suffix(".lock")):
+            if (values := _opened(folder, make)) is not None:
+                return values
+            if folder.exists():
+                _say(f"{folder} is damaged, and made again", progress)
+                rmtree(folder)
+            built = build()
+            with publish_folder(folder, folder.with_suffix(".building")) as building:
+                cache.complete(building, {"values": _save(building, built)})
+                if not is_current():
+                    raise OSError("a source changed while it was read")
+        if data.limit_bytes:
+            cache.evict(root, data.limit_bytes)
+    except _UNUSABLE as error:
+        built = built or build()
+        _say(f"not kept ({error})", progress)
+    return built
+
+
+def _opened(folder: Path, make: Callable[..., Any]) -> Values | None:
+    """Return the values of a folder, or None if they are missing or damaged."""
+    if (meta := cache.read_valid_meta(folder)) is None:
+        return None
+    os.utime(folder)
+    values: Values = meta["values"]
+    return values | {Path(name).stem: _load(folder / name, make) for name in meta["files"]}
+
+
+def _say(note: str, progress: bool) -> None:
+    if progress:
+        tqdm.write(f"data.cache_dir: {note}", file=sys.stderr)
 
 
 def contents_of(tokenizer: "PreTrainedTokenizerBase") -> list[str] | None:

@@ -198,7 +198,7 @@ class Shards:
                     self._make(number, path)
                 path.with_suffix(".lock").unlink(missing_ok=True)
             if self.data.limit_bytes and number % EVICTED_EVERY == 0:
-                cache.evict_shards(self.folder.parents[1], self.data.limit_bytes)
+                cache.evict(self.folder.parents[2], self.data.limit_bytes)
         except Timeout:
             return False
         except OSError as error:

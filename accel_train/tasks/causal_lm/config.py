@@ -11,7 +11,7 @@ from accel_train.recipe.values import PositiveInt
 
 _ROWS, _PROMPTS, _CHATS = ("prompt_completion", "chat"), ("prompt_completion",), ("chat",)
 _FORMATS = {
-    **dict.fromkeys(("text_column", "mask_documents", "cache_limit"), ("text",)),
+    **dict.fromkeys(("text_column", "mask_documents"), ("text",)),
     **dict.fromkeys(("completion_only_loss", "pad_to_multiple_of"), _ROWS),
     **dict.fromkeys(("prompt_column", "completion_column", "input_column"), _PROMPTS),
     **dict.fromkeys(("messages_column", "tools_column", "chat_template"), _CHATS),

@@ -27,6 +27,8 @@ from accel_train.tasks.image_classification.data import read_labelled_images
 from tests.support.runs import refused, write_file, write_rows
 from tests.support.wording import assert_golden, raises_golden
 
+DATA = ImageClassificationData(train="unread")
+
 
 def noise(*shape: int, seed: int = 0) -> Any:
     return np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8)
@@ -259,7 +261,7 @@ def test_a_body_that_is_cut_off_is_named_when_it_is_decoded() -> None:
     path = save(picture(0, (200, 200)), "a/photo.jpg")
     path.write_bytes(path.read_bytes()[:5000])
     images = FileImages(Path(), ("a/photo.jpg",))
-    assert len(inspect_images(images)) == 1  # the header is sound
+    assert len(inspect_images(images, DATA)) == 1  # the header is sound
     assert isinstance(refused(images.__getitem__, 0, named=f"{path}: |truncated"), DataError)
 
 
@@ -274,7 +276,7 @@ def test_a_header_deep_in_a_file_is_found() -> None:
     large = Image.fromarray(noise(300, 300, 3))
     path = save(large, "large.tif")  # its directory is at the end
     assert path.stat().st_size > 1 << 17
-    assert len(inspect_images(FileImages(Path(), ("large.tif",)))) == 1
+    assert len(inspect_images(FileImages(Path(), ("large.tif",)), DATA)) == 1
 
 
 @pytest.mark.parametrize(
@@ -306,7 +308,7 @@ def test_a_class_that_is_held_out_as_a_whole_is_refused() -> None:
     probe = Path("../probe.png")
     for number in range(1000, 2000):
         save(picture(number), probe)
-        if inspect_images(FileImages(probe.parent, (probe.name,)))[0] < 2**61:  # it will be held out
+        if inspect_images(FileImages(probe.parent, (probe.name,)), DATA)[0] < 2**61:  # it will be held out
             break
     save(picture(number), "rare/one.png")
     refused(read, ".", named="'rare'|eval_fraction")

@@ -15,7 +15,7 @@ import pytest
 
 from accel_train import train
 from accel_train.core.errors import DataError, SettingError
-from accel_train.data.cache import evict_shards
+from accel_train.data.cache import evict
 from accel_train.data.text import shards as shards_module
 from accel_train.data.text.corpus import prepare_text
 from accel_train.data.text.shards import ShardedWindows, Shards
@@ -89,7 +89,7 @@ def test_a_shard_that_was_read_last_stays(text_recipe: MakeRecipe, tmp_path: Pat
     for number in range(6):
         os.utime(windows.shards.path(number), (number + 1, number + 1))
     windows.shards.stream(0)
-    evict_shards(tmp_path / "cache" / "text", 2 * windows.shards.path(0).stat().st_size)
+    evict(tmp_path / "cache", 2 * windows.shards.path(0).stat().st_size)
     assert windows.shards.path(0).exists()
     assert not windows.shards.path(1).exists()
 
@@ -97,7 +97,7 @@ def test_a_shard_that_was_read_last_stays(text_recipe: MakeRecipe, tmp_path: Pat
 def test_two_processes_read_while_a_third_one_removes(text_recipe: MakeRecipe, tmp_path: Path) -> None:
     whole = windows_of(text_recipe, cache_dir=str(tmp_path / "whole"))
     wanted = [samples_of(whole, number) for number in range(20)]
-    root, context = tmp_path / "cache" / "text", multiprocessing.get_context("fork")
+    root, context = tmp_path / "cache", multiprocessing.get_context("fork")
     windows = windows_of(text_recipe, cache_limit="1GB")
     made, removed = context.Value("q", 0), context.Value("q", 0)
     make = Shards._make
@@ -118,7 +118,7 @@ def test_two_processes_read_while_a_third_one_removes(text_recipe: MakeRecipe, t
     def remove() -> None:
         while True:
             removed.value += len(files_in(root, "bin"))
-            evict_shards(root, 0)
+            evict(root, 0)
             time.sleep(0.002)
 
     readers = [context.Process(target=read, args=(seed,)) for seed in range(2)]
@@ -171,9 +171,9 @@ def test_a_resume_after_all_shards_are_gone_makes_those_that_it_reads(
         shutil.rmtree(tmp_path / "run" / name)
     (tmp_path / "run" / "summary.json").unlink()
     before = len(files_in(tmp_path / "cache", "bin"))
-    evict_shards(tmp_path / "cache" / "text", 0)
-    assert not files_in(tmp_path / "cache", "bin")
-    assert len(files_in(tmp_path / "cache", "size")) == before
+    evict(tmp_path / "cache", 0)
+    assert len(files_in(tmp_path / "cache", "bin")) == 1, "the newest stays"
+    assert len(files_in(tmp_path / "cache", "size")) == before - 1
     assert losses(train(recipe).output_dir) == whole
     again, gone = ({int(path.stem) for path in files_in(tmp_path / "cache", suffix)} for suffix in ("bin", "size"))
     checked = check_recipe(Recipe.model_validate(recipe))[0]

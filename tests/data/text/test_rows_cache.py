@@ -159,7 +159,7 @@ def arrays_in(value: Any) -> list[Any]:
 
 
 def entries(folder: Path) -> list[Path]:
-    return sorted(path.parent for path in (folder / "cache/text").glob("*/meta.json"))
+    return sorted(path.parent for path in (folder / "cache/kept").glob("*/meta.json"))
 
 
 @pytest.mark.parametrize("tokenizer", ["bytes", BPE], ids=["bytes", "bpe"])
@@ -334,7 +334,7 @@ def test_a_cache_that_cannot_be_written_is_one_line_and_the_rows_stay_in_memory(
     assert len(said) == (2 if kind == "words" and fault == "full" else 1)
     assert len(found.train) > 20  # type: ignore[arg-type]
     assert entries(tmp_path) == []
-    assert not [*tmp_path.glob("cache/text/*.building")]
+    assert not [*tmp_path.glob("cache/kept/*.building")]
 
 
 def test_a_source_that_changes_while_it_is_read_is_not_kept(
@@ -384,11 +384,11 @@ def test_two_processes_build_each_entry_once_after_one_that_was_killed(
     builds = tmp_path / "builds"
     killed = run_forked(["run", str(path)], 1, folder=tmp_path / "a", program=PROGRAM, BUILDS=str(builds), DIES="1")
     assert killed.wait() == [-signal.SIGKILL]
-    left = [each.name for each in (tmp_path / "cache/text").iterdir() if each.is_dir()]
+    left = [each.name for each in (tmp_path / "cache/kept").iterdir() if each.is_dir()]
     assert left == builds.read_text().split()
     assert entries(tmp_path) == []
     builds.unlink()
     run_forked(["run", str(path)], 2, folder=tmp_path / "b", program=PROGRAM, BUILDS=str(builds)).expect(0)
     assert len(builds.read_text().split()) == num_entries == len(entries(tmp_path))
-    assert not [*(tmp_path / "cache/text").glob("*.building")]
+    assert not [*(tmp_path / "cache/kept").glob("*.building")]
     assert len(losses(tmp_path / "run")) == 2
