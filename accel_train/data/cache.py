@@ -6,7 +6,7 @@ CACHE/text/KEY.building/   unfinished build; the next build removes what a kille
 CACHE/text/digests.json    digests of source files, by path, size and modification time
 CACHE/text/pinned/         digests of large token files that runs read where they lie, by the digest of samples
 CACHE/text/latest/         newest KEY of each recipe, to detect a changed source
-CACHE/kept/KEY/            encoded rows, digests of images (`data/text/rows_cache.py`); with KEY.lock, KEY.building/
+CACHE/kept/KEY/            encoded rows, digests of images (`data/text/kept.py`); with KEY.lock, KEY.building/
 """
 
 import hashlib
@@ -76,8 +76,8 @@ def evict(root: Path, limit: int) -> None:
     # One process removes, and the others go on.
     with suppress(Timeout, FileNotFoundError), lock(root / "evict.lock").acquire(timeout=0):
         found = [(stamp_of(path), path) for path in root.glob("text/*/shards/*/*.bin")]
-        sizes = {path: sum(file.stat().st_size for file in path.iterdir()) for path in root.glob("kept/*/")}
-        found += [([size, stamp_of(path)[1]], path) for path, size in sizes.items()]
+        for path in root.glob("kept/*/"):
+            found += [([sum(file.stat().st_size for file in path.iterdir()), stamp_of(path)[1]], path)]
         left = sum(size for (size, _), _ in found)
         # Other processes wait for the last one, whatever the limit is.
         for (size, _), path in sorted(found, key=lambda each: each[0][1])[:-1]:

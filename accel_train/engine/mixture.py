@@ -17,7 +17,7 @@ from accel_train.core.format import format_count
 from accel_train.core.state import JsonRecord
 from accel_train.data.order import DataOrder
 from accel_train.data.samples import fetch
-from accel_train.data.text.rows_cache import Rows
+from accel_train.data.text.kept import Rows
 from accel_train.engine.block_order import block_orders
 from accel_train.engine.mixed_order import MixedOrder, MixedSource
 from accel_train.recipe.data import Data

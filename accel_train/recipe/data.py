@@ -375,12 +375,6 @@ class BlockData(Data):
     samples are shuffled within a block. auto: blocks for more than 32 MiB of text, or 1 GiB of rows.
     """
 
-    @property
-    def limit_bytes(self) -> int | None:
-        """Return `cache_limit` in bytes, of tasks that have it."""
-        limit = getattr(self, "cache_limit", None)
-        return TypeAdapter(ByteSize).validate_python(limit) if limit else None
-
 
 class WindowData(BlockData):
     """Settings of language modeling on documents that are joined and cut into windows of tokens."""

@@ -15,8 +15,9 @@ from accel_train.data.labels import IGNORED_LABEL, LabelScheme
 from accel_train.data.sources import Source
 from accel_train.data.tables import columns_read, read_rows
 from accel_train.data.text.documents import Split
+from accel_train.data.text.kept import Rows, Values
 from accel_train.data.text.padding import padded, padded_inputs, samples_digest
-from accel_train.data.text.rows_cache import Rows, Values, bpe_of, contents_of, open_rows
+from accel_train.data.text.rows_cache import bpe_of, contents_of, open_rows
 from accel_train.data.text.sharded_rows import ShardedRows, cut_rows, row_shards
 from accel_train.data.text.shards import sharded
 from accel_train.data.text.tokenizers import KeptBPE, tokenizer_digest

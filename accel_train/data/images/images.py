@@ -263,30 +263,32 @@ def inspect_images(images: Images, data: Data, most_broken: int = 0) -> NDArray[
         ValueError: more than `most_broken` files are not images; the message names the first and the number of faults.
     """
 
-    def look(index: int) -> int | ValueError:
+    faults: dict[int, ValueError] = {}
+
+    def look(index: int) -> int:
         try:
             return images.inspect(index)
         except ValueError as error:
-            return error
+            faults[index] = error
+            return BROKEN
 
     def build() -> dict[str, Any]:
-        found = in_threads(look, range(len(images)))
-        return {"digests": np.array([BROKEN if isinstance(each, ValueError) else each for each in found], np.uint64)}
+        return {"digests": np.array(in_threads(look, range(len(images))), np.uint64)}
 
     known = _known_by(images) if data.is_for_training and len(images) >= LEAST_KEPT else None
     if known is None:
         digests = build()["digests"]
     else:
-        from accel_train.data.text.rows_cache import keep_values
+        from accel_train.data.text.kept import keep_values
 
         digests = keep_values(data, known, build, tuple, lambda: known == _known_by(images), is_main())["digests"]
+    # They may have been kept, and are named, or can be read again.
     broken = np.flatnonzero(digests == BROKEN).tolist()
-    again = in_threads(look, broken)
-    faults = [result for result in again if isinstance(result, ValueError)]
+    faults.clear()
+    digests[broken] = in_threads(look, broken)
     if len(faults) > most_broken:
         more = f" (and {len(faults) - 1} more of {len(images)} images)" if len(faults) > 1 else ""
-        raise ValueError(f"{faults[0]}{more}")
-    digests[broken] = [BROKEN if isinstance(result, ValueError) else result for result in again]
+        raise ValueError(f"{faults[min(faults)]}{more}")
     return digests
 
 

@@ -21,7 +21,8 @@ from accel_train.data import cache
 from accel_train.data.sources import Source, files_of, num_bytes_of
 from accel_train.data.tables import resolve_both
 from accel_train.data.text.documents import Split
-from accel_train.data.text.rows_cache import READ_LATER, as_table
+from accel_train.data.text.kept import as_table
+from accel_train.data.text.rows_cache import READ_LATER
 from accel_train.data.text.shards import SHOWN, WINDOW_BITS, Cut, ShardedWindows, Shards, cut
 from accel_train.data.text.tokens import joined
 from accel_train.recipe.data import BlockData, Data

@@ -24,7 +24,8 @@ from accel_train.data.sources import Source, describe
 from accel_train.data.tables import Row, check_text, column_names, read_rows, resolve_both, show_cell, text_cell
 from accel_train.data.text.corpus import Corpus
 from accel_train.data.text.documents import Split, divide_rows
-from accel_train.data.text.rows_cache import Values, bpe_of, contents_of, open_rows
+from accel_train.data.text.kept import Values
+from accel_train.data.text.rows_cache import bpe_of, contents_of, open_rows
 from accel_train.data.text.sharded_rows import cut_rows, row_shards
 from accel_train.data.text.shards import Cut
 from accel_train.data.text.tokenizers import KeptBPE, TextTokenizer, prepare_tokenizer, pretrained_tokenizer, train_bpe

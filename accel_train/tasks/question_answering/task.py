@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from accel_train.core.format import format_count
 from accel_train.core.model_card import FOLDER, Use
+from accel_train.data.text.kept import Values
 from accel_train.data.text.padding import joined_arrays, samples_digest
-from accel_train.data.text.rows_cache import Values, contents_of
+from accel_train.data.text.rows_cache import contents_of
 from accel_train.metrics.texts import answer_scores
 from accel_train.recipe.schema import Recipe
 from accel_train.task import Batch, Columns, Facts, Scores, TaskData, Tensors, Totals

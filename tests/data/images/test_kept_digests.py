@@ -17,7 +17,7 @@ from accel_train.data.cache import evict
 from accel_train.data.images import images as images_module
 from accel_train.data.images.images import BROKEN, FileImages, inspect_images
 from accel_train.data.images.labelled import ImageSets
-from accel_train.data.text import rows_cache
+from accel_train.data.text import kept
 from accel_train.recipe.data import Data
 from accel_train.tasks.image_classification.config import ImageClassificationData
 from accel_train.tasks.image_classification.data import read_labelled_images
@@ -196,6 +196,21 @@ def test_data_to_predict_are_not_kept(folder: Path) -> None:
     assert not entries(folder)
 
 
+def test_a_cache_of_another_user_is_read(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], inspected: list[str]
+) -> None:
+    read(folder)
+    inspected.clear()
+
+    def denied(*_: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "utime", denied)
+    read(folder)
+    assert inspected == []
+    assert capsys.readouterr().err == ""
+
+
 def evicting(root: Path, removed: Any) -> None:
     while True:
         removed.value += len([*root.glob("kept/*/")])
@@ -203,11 +218,11 @@ def evicting(root: Path, removed: Any) -> None:
         time.sleep(0.002)
 
 
-def values_of(data: Data, number: int) -> rows_cache.Values:
-    def build() -> rows_cache.Values:
+def values_of(data: Data, number: int) -> kept.Values:
+    def build() -> kept.Values:
         return {"numbers": np.arange(number, number + 999), "rows": [(number, "a"), (number + 1, "b")], "name": "n"}
 
-    return rows_cache.keep_values(data, f"{number:032d}", build, Pair, lambda: True, progress=True)
+    return kept.keep_values(data, f"{number:032d}", build, Pair, lambda: True, progress=True)
 
 
 class Pair(tuple[Any, ...]):
@@ -219,7 +234,7 @@ class Pair(tuple[Any, ...]):
 
 def reading(data: Data, seed: int) -> None:
     generator = np.random.default_rng(seed)
-    opened: list[tuple[int, rows_cache.Values]] = []
+    opened: list[tuple[int, kept.Values]] = []
     for _ in range(150):
         number = int(generator.integers(20))
         opened = [*opened[-20:], (number, values_of(data, number))]

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from accel_train.data.text import rows_cache
+from accel_train.data.text import kept, rows_cache
 from accel_train.recipe.schema import Recipe
 from accel_train.task import TaskData, load_task
 from accel_train.tasks.causal_lm import data as causal
@@ -207,7 +207,7 @@ def test_kept_rows_have_the_scores_predictions_and_baselines_of_the_first_start(
         columns = json.dumps(task.prediction_columns(rows, data))
         scores = None if recipe.task == "sentence-embedding" else text_tasks.evaluated(task, data, model, 7)
         found.append((scores, columns, task.baselines(data)))
-    assert isinstance(data.source.rows.eval, rows_cache.Rows)
+    assert isinstance(data.source.rows.eval, kept.Rows)
     assert repr(found[0]) == repr(found[1])
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from accel_train.cli.main import main
-from accel_train.data.text import rows_cache
+from accel_train.data.text import kept, rows_cache
 
-SAVE = rows_cache._save
+SAVE = kept._save
 
 
 def save(folder: Path, values: dict[str, Any]) -> dict[str, Any]:
@@ -23,5 +23,5 @@ def save(folder: Path, values: dict[str, Any]) -> dict[str, Any]:
 
 if __name__ == "__main__":
     rows_cache.LEAST_BYTES = 0
-    rows_cache._save = save
+    kept._save = save
     raise SystemExit(main(sys.argv[1:]))
