@@ -27,6 +27,8 @@ Gives = Literal["continuation", "text", "tokens", "class", "tags", "answer", "ch
 
 TEXT = frozenset(("tokenizer", "model.accept_new_tokenizer", "model.pad_vocab_to_multiple_of"))
 """Optional settings of tasks that read texts."""
+TARS = "WebDataset tars"
+"""Part of `TaskSpec.takes` of tasks that read them."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,6 +14,7 @@ from accel_train.data.images.decoding import open_header
 from accel_train.data.images.images import IMAGE_SUFFIXES, evenly_spaced
 from accel_train.data.images.pairs import have_the_same_names, pairs_below
 from accel_train.data.parts import are_parts
+from accel_train.recipe.tasks import TARS, TASKS
 
 _COCO = re.compile(r"(?:.*[^a-z])?(?:annotations?|instances|coco|panoptic)(?:[^a-z].*)?\.json")
 _YOLO = re.compile(r"\d+(?:\s+(?:[01]|[01]?\.\d+)(?:e-?\d+)?){4,}\s*")
@@ -52,9 +53,8 @@ def refuse_annotations(folder: Path, files: Sequence[str], others: Sequence[str]
     maps = next((file for file in files if "panoptic" in os.path.dirname(file).lower()), None)
     if maps is not None:
         raise ValueError(_PANOPTIC.format(folder / maps))
-    texts = [name for name in others if name.lower().endswith((".xml", ".txt", ".json"))]
-    stems = {Path(name).stem for name in files} if texts else set()
-    texts = [name for name in texts if Path(name).stem in stems]
+    stems = {Path(name).stem for name in files if others}
+    texts = [name for name in others if name.lower().endswith((".xml", ".txt", ".json")) and Path(name).stem in stems]
     looked_at = {texts[index] for index in evenly_spaced(len(texts), _TEXTS_LOOKED_AT)}
     for path in map(folder.joinpath, others):
         suffix, kind = path.suffix.lower(), None
@@ -171,10 +171,6 @@ _VIDEO = "mp4 m4v avi mov mkv webm mpg mpeg wmv"
 _SUFFIXES = {f".{name}": kind for kind, names in (("audio", _AUDIO), ("video", _VIDEO)) for name in names.split()}
 _TABLES = (".csv", ".tsv", ".jsonl", ".json", ".parquet")
 _LISTED = 1_000
-_AS_TABLE = (
-    "name its tars as data.train in a recipe for image-classification, or write a table: "
-    "datasets.load_dataset('webdataset', data_files='*.tar', split='train').to_parquet('train.parquet')"
-)
 NO_TASK = "accel_train has no task for {0}. Use the {0} models of transformers"
 
 
@@ -196,9 +192,18 @@ def refuse_other_data(name: str, *, is_asked: bool) -> None:
         raise ValueError(f"{name} holds {kind} ({media[0].name}), and {NO_TASK.format(kind)}")
     shards = [file for file in files if file.suffix == ".tar"]
     if path.is_dir() and files and len(shards) == len(files):
-        raise ValueError(f"{name} holds tar files ({shards[0].name}). Unpack them; for WebDataset, {_AS_TABLE}")
+        raise ValueError(f"{name} holds tar files ({shards[0].name}). Unpack them; for WebDataset, {_as_tars()}")
     if (sample := _sample_of(files)) is not None:
-        raise ValueError(f"{name} holds samples of WebDataset ({sample}). finetune does not read these; {_AS_TABLE}")
+        raise ValueError(f"{name} holds samples of WebDataset ({sample}). finetune does not read these; {_as_tars()}")
+
+
+def _as_tars() -> str:
+    """Return how to train on a WebDataset, for messages."""
+    tasks = " or ".join(task for task in TASKS if TARS in TASKS[task].takes)
+    return (
+        f"name its tars as data.train in a recipe for {tasks}, or write a table: datasets.load_dataset('webdataset', "
+        "data_files='*.tar', split='train').to_parquet('train.parquet')"
+    )
 
 
 def _sample_of(files: list[Path]) -> str | None:

@@ -16,6 +16,7 @@ from accel_train.data.images.tars import tars_among, tars_pool
 from accel_train.data.sources import refuse_held_out_files, resolve_sources
 from accel_train.data.tables import Unlabelled, refuse_parts_of
 from accel_train.recipe.data import ImageData, listed
+from accel_train.recipe.tasks import TARS
 
 
 def read_pools(names: Any, data: ImageData, key: str, target: Target) -> ImagePool:
@@ -113,8 +114,8 @@ def _folder_pool(path: Path, data: ImageData, key: str, target: Target) -> Image
     if target.mask is not None:
         raise ValueError(
             f"{key}: {path} has no masks; expected {path}/images/ and {path}/masks/ with files of the same names (or "
-            f"images/ and annotations/, JPEGImages/ and SegmentationClass/, {path} and {path}annot), or a list with "
-            "`IMAGE MASK` on each line"
+            f"images/ and annotations/, JPEGImages/ and SegmentationClass/, {path} and {path}annot), a list with "
+            f"`IMAGE MASK` on each line, or {TARS} (KEY.jpg, KEY.png)"
         )
     return pool
 

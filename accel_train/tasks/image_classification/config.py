@@ -2,7 +2,7 @@
 
 from accel_train.core.metric_names import OF_CLASSES
 from accel_train.recipe.data import ClassData, ImageData
-from accel_train.recipe.tasks import TaskSpec
+from accel_train.recipe.tasks import TARS, TaskSpec
 
 
 class ImageClassificationData(ImageData, ClassData):
@@ -30,7 +30,7 @@ SPEC = TaskSpec(
     targets="images",
     gives="class",
     learns="name the class of an image",
-    takes="folders of images by class, tables, arrays, WebDataset tars",
+    takes=f"folders of images by class, tables, arrays, {TARS}",
     finetune=True,
     auto="AutoModelForImageClassification",
     pipeline="image-classification",

@@ -5,7 +5,7 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from accel_train.recipe.data import BoxData
-from accel_train.recipe.tasks import TaskSpec
+from accel_train.recipe.tasks import TARS, TaskSpec
 from accel_train.recipe.values import Fraction
 
 
@@ -34,7 +34,7 @@ SPEC = TaskSpec(
     targets="images",
     gives="boxes",
     learns="find objects in an image, each with a box and a class",
-    takes="images and boxes: COCO, YOLO, Pascal VOC, tables",
+    takes=f"images and boxes: COCO, YOLO, Pascal VOC, tables, {TARS}",
     finetune=True,
     auto="AutoModelForObjectDetection",
     pipeline="object-detection",

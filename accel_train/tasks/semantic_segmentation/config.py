@@ -5,7 +5,7 @@ from typing import Annotated, ClassVar
 from pydantic import Field
 
 from accel_train.recipe.data import ImageData
-from accel_train.recipe.tasks import TaskSpec
+from accel_train.recipe.tasks import TARS, TaskSpec
 from accel_train.recipe.values import PositiveInt
 
 Byte = Annotated[int, Field(ge=0, le=255)]
@@ -48,7 +48,7 @@ SPEC = TaskSpec(
     targets="pixels",
     gives="mask",
     learns="name the class of each pixel of an image",
-    takes="images and masks",
+    takes=f"images and masks: folders, lists, tables, arrays, {TARS}",
     finetune=True,
     auto="AutoModelForSemanticSegmentation",
     pipeline="image-segmentation",

@@ -14,9 +14,13 @@ import pytest
 
 from accel_train.core.errors import DataError
 from accel_train.data.images import tars
+from accel_train.data.images.annotations.folders import LAYOUTS
 from accel_train.data.images.images import ImagePool, Target, held_out, inspect_images
+from accel_train.data.images.misread import refuse_other_data
 from accel_train.data.images.pools import read_pools
 from accel_train.data.images.tars import list_samples
+from accel_train.recipe.data import ImageData
+from accel_train.recipe.tasks import TARS, TASKS
 from accel_train.tasks.image_classification.config import ImageClassificationData
 from accel_train.tasks.object_detection.config import ObjectDetectionData
 from accel_train.tasks.object_detection.data import read_boxed_images
@@ -25,7 +29,7 @@ from accel_train.tasks.semantic_segmentation.data import read_masked_images
 from tests.support.annotated_images import image_of, write_folder, write_tars
 from tests.support.comparisons import assert_same_bits_of_runs
 from tests.support.marks import slow
-from tests.support.runs import forget, run, write_yaml
+from tests.support.runs import forget, refused, run, write_yaml
 from tests.support.tars import (
     NUM_IMAGES,
     PER_TAR,
@@ -54,6 +58,20 @@ def test_a_folder_a_glob_and_a_file_hold_the_bytes_and_the_labels_of_the_images(
     assert [pool.images.content(number) for number in range(len(pool.images))] == [each for _, each in expected]
     assert pool.labels == [label for label, _ in expected]
     assert pool.images.where(len(expected) - 1).startswith(str(shards))
+
+
+def test_the_tasks_that_say_that_they_take_tars_are_those_with_images() -> None:
+    say = [name for name in TASKS if TARS in TASKS[name].takes]
+    assert say == [name for name in TASKS if issubclass(TASKS[name].data, ImageData)]
+    assert len(say) == 3
+    assert TARS in LAYOUTS
+
+
+@pytest.mark.parametrize("task", [None, "object-detection"])
+def test_finetune_names_the_tasks_that_read_tars(tmp_path: Path, task: str | None) -> None:
+    shards = write_shards(tmp_path / "shards")
+    error = str(refused(refuse_other_data, str(shards), is_asked=task is not None, named="0.tar"))
+    assert all(name in error for name in TASKS if TARS in TASKS[name].takes)
 
 
 def test_images_are_named_by_tar_position_and_member(tmp_path: Path) -> None:

@@ -29,11 +29,12 @@ from accel_train.data.parts import part_of, pick
 from accel_train.data.sources import TABLE_KINDS, Source, is_saved_dataset, resolve_sources
 from accel_train.data.tables import refuse_parts_of
 from accel_train.recipe.data import BoxData
+from accel_train.recipe.tasks import TARS
 
 LAYOUTS = (
     "a COCO file (annotations/instances_train.json), a YOLO data.yaml, a Pascal VOC folder (Annotations/ and "
-    "JPEGImages/), metadata.jsonl with objects next to the images, or a table with a box in each row "
-    "(filename, class, xmin, ymin, xmax, ymax; or bbox)"
+    "JPEGImages/), metadata.jsonl with objects next to the images, a table with a box in each row (filename, class, "
+    f"xmin, ymin, xmax, ymax; or bbox), or {TARS} (KEY.jpg, KEY.json)"
 )
 _COCO_NAME = re.compile(r"(?:.*[^a-z])?(?:annotations?|instances|coco|labels)(?:[^a-z].*)?\.json")
 _TARS = "tars"
