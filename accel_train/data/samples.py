@@ -34,14 +34,18 @@ class SeededReads:
         self.dataset, self.seed, self.num_samples = dataset, seed, num_samples
 
     def __getitems__(self, numbers: list[int]) -> Sequence[Any]:
-        epoch, index = divmod(numbers[0], self.num_samples)
-        value = int(np.random.SeedSequence((self.seed, epoch, index)).generate_state(1, np.uint32)[0])
-        random.seed(value)
-        np.random.seed(value)
-        import torch
-
-        torch.default_generator.manual_seed(value)
+        seed_reads(self.seed, *divmod(numbers[0], self.num_samples))
         return fetch(self.dataset, [number % self.num_samples for number in numbers])
+
+
+def seed_reads(*numbers: int) -> None:
+    """Seed the generators of Python, NumPy and torch for a read, by the run's seed and the place of the read."""
+    value = int(np.random.SeedSequence(numbers).generate_state(1, np.uint32)[0])
+    random.seed(value)
+    np.random.seed(value)
+    import torch
+
+    torch.default_generator.manual_seed(value)
 
 
 def fetch(dataset: Any, indices: list[int]) -> Sequence[Any]:

@@ -30,10 +30,12 @@ from accel_train.core.errors import SettingError
 from accel_train.core.json_io import plain
 from accel_train.core.state import Requests, StepResult
 from accel_train.core.work import working
+from accel_train.data.digest import digest_of_data
 from accel_train.hf.argument_table import argument_error
 from accel_train.hf.arguments import Length
 from accel_train.hf.checkpoints import (
     SCHEDULER_STATE,
+    STREAM,
     CheckpointNames,
     adapter_files,
     as_text,
@@ -75,6 +77,8 @@ class Flow(Observer):
     _flops = _flops_before = 0.0
     _is_best_loaded = _is_optimizer_checked = False
     _epoch_ended_at = 0
+    last_read: tuple[list[Any], list[Any]] | None = None
+    """Samples of the last step of a stream, after a place at or before them, as `HFTask._steps` takes it."""
     _applied_sum, _num_applied, _num_skipped = 0.0, 0, 0
     _begun_step, _flops_at_step, _shown_rate = -1, 0.0, 0.0
     _num_micro_batches = _num_own = 0
@@ -104,6 +108,8 @@ class Flow(Observer):
         trainer, args = self.trainer, self.trainer.args
         self.run, self.began = run, time.time()
         folder = self.stock_checkpoint or run.plan.resume_point.path
+        if folder and (folder / STREAM).is_file():
+            run.facts.description[STREAM] = (folder / STREAM).read_bytes()
         state = first_state(trainer, folder, self.scheduler, run.observer.note)
         trainer._initial_num_input_tokens_seen = state.num_input_tokens_seen
         if trainer._token_metrics is not None:
@@ -322,6 +328,10 @@ class Flow(Observer):
             if self.scheduler is not None:
                 text = json.dumps(self.scheduler.state_dict(), default=as_text)
                 self.run.facts.description[SCHEDULER_STATE] = text.encode()
+            if account == "saving" and self.last_read:
+                place, samples = self.last_read
+                entry = [*place, digest_of_data(samples)[0]]
+                self.run.facts.description[STREAM] = json.dumps(entry, default=as_text).encode()
         return nullcontext()
 
     def finish(self, summary: Mapping[str, Any]) -> None:

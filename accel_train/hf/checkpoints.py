@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from accel_train.engine.run import RunContext
     from accel_train.hf import Trainer
 
-SCHEDULER_STATE = "scheduler.json"
+SCHEDULER_STATE, STREAM = "scheduler.json", "stream.json"
 _resume_error = partial(setting_error, "resume_from_checkpoint")
 
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import islice, zip_longest
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -33,7 +33,6 @@ from accel_train.hf.inputs import (
     collator_of,
     counted,
     evaluation_loader,
-    in_batches,
     is_columns,
     is_stream,
     loader_of_override,
@@ -215,7 +214,8 @@ class Evaluation:
                 else:
                     yield from reader.batches()
                 return
-            loader = in_batches(dataset, size, collator_of(trainer))
+            stream = iter(dataset)
+            loader = map(collator_of(trainer), iter(lambda: [*islice(stream, size)], []))
         rank, world_size = accelerator.process_index, accelerator.num_processes
         number, first = -1, None
         for number, batch in enumerate(loader):

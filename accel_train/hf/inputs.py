@@ -1,10 +1,9 @@
 """Batches from the user's datasets: columns, collators, the number of targets per batch, and other counts."""
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -297,13 +296,6 @@ def epoch_order(args: TrainingArguments, rows: Any) -> EpochOrder | None:
         return torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed + epoch)).numpy()
 
     return order
-
-
-def in_batches(samples: Any, batch_size: int, collate: Collator) -> Iterator[Any]:
-    """Yield a stream of samples as collated batches. The last batch may be short."""
-    stream = iter(samples)
-    while batch := list(islice(stream, batch_size)):
-        yield collate(batch)
 
 
 SUMS = ("num_labels", "num_tokens", "entropy", "mean_token_accuracy", "aux_loss")

@@ -1,9 +1,11 @@
 """The user's model, datasets, and collator as a task of the loop, with the loss of a micro-batch."""
 
+import copy
 import hashlib
 import json
+from collections import deque
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import islice
 from pathlib import Path
 from types import FunctionType
@@ -13,17 +15,19 @@ import numpy as np
 import torch
 from accelerate.utils import convert_to_fp32, send_to_device
 from datasets import Dataset as TableDataset
+from datasets import IterableDataset
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset
 
 from accel_train.core.errors import SettingError
 from accel_train.data.digest import digest_of_code, digest_of_data
+from accel_train.data.samples import seed_reads
 from accel_train.engine.step import Counted
 from accel_train.hf.argument_table import argument_error
 from accel_train.hf.arguments import Length, train_batch_size
 from accel_train.hf.callbacks import Flow
-from accel_train.hf.checkpoints import copy_whole, is_spread, save_description, save_pretrained
+from accel_train.hf.checkpoints import STREAM, copy_whole, is_spread, save_description, save_pretrained
 from accel_train.hf.inputs import (
     SUMS,
     Columns,
@@ -31,7 +35,6 @@ from accel_train.hf.inputs import (
     collate_of,
     collator_of,
     counted,
-    in_batches,
     is_causal,
     is_columns,
     is_stream,
@@ -42,6 +45,7 @@ from accel_train.hf.inputs import (
 from accel_train.model.activation_checkpointing import enable_method
 from accel_train.recipe.schema import Recipe
 from accel_train.recipe.tasks import TaskSpec
+from accel_train.runtime.private import stream_facts
 from accel_train.task import Batch, Facts, Task, TaskData
 
 if TYPE_CHECKING:
@@ -64,6 +68,22 @@ class HFTask(Task):
         self.loader = loader
         """Loader of an overridden get_train_dataloader. None otherwise."""
         self.counted = Counted(len(SUMS)) if trainer._token_metrics else None
+        self.batch_size = train_batch_size(trainer.args) if loader is None else 1
+        """Samples of a stream, or batches of a loader, in a micro-batch."""
+        self.files = ""
+        """Digest of the list of files or shards of a `datasets.IterableDataset`. Empty for other data."""
+        self.why_in_order = "only a datasets.IterableDataset has a state that can be saved"
+        """Reason why a resume cannot continue from a saved state of the data, or an empty string."""
+        if loader is None and isinstance(source, IterableDataset):
+            files, is_buffered, is_split, self.start = stream_facts(source)
+            self.files = digest_of_code(files)
+            self.why_in_order = "datasets does not save the contents of a shuffle buffer" if is_buffered else ""
+            if is_split and trainer.args.world_size > 1:
+                raise argument_error(
+                    "split by node, but every process reads all of it and keeps its share",
+                    "Give the whole stream, without split_dataset_by_node.",
+                    "train_dataset",
+                )
 
     def load_data(self, recipe: Recipe, *, progress: bool) -> TaskData:
         """Return the training data as rows in the loop's order, or as a stream."""
@@ -76,6 +96,8 @@ class HFTask(Task):
         per_epoch = self.length.steps_per_epoch * self.length.global_batch_size
         facts = Facts(num_train=per_epoch if streamed else len(dataset))
         inputs = self._code()
+        if self.files:
+            inputs["the list of files of train_dataset"] = self.files
         if not streamed and not isinstance(dataset, PLAIN) and trainer.is_world_process_zero():
             inputs["training data"], is_stable = digest_of_data(dataset)
             if not is_stable:
@@ -109,53 +131,104 @@ class HFTask(Task):
         }
 
     def _read_from(self, first_step: int) -> Iterator[list[tuple[Inputs, int]]]:
-        """Yield each step's micro-batches from batches that can only be read in order. A resume reads up to its step.
+        """Yield each step's micro-batches from data that can only be read in order.
 
-        Every process reads all batches and keeps each W-th. A process without a batch forwards the step's first batch
-        with 0 targets. Processes of a sharded model meet in each forward, so all of them forward the same number of
-        batches.
+        Every process reads all samples and keeps each W-th batch. A process without a batch forwards the step's first
+        batch with 0 targets. Processes of a sharded model meet in each forward, so all of them forward the same number
+        of batches.
         """
         args = self.trainer.args
-        if first_step and self.flow.run is not None:
-            self.flow.run.observer.note(
-                f"train_dataset is read in order: reading {first_step} steps again. If they hold the same samples, the "
-                "resume is exact"
-            )
-        for number, step in enumerate(islice(self._steps(), first_step, self.length.max_steps), first_step):
-            own = step[args.process_index :: args.world_size]
-            wanted = 1 if self.trainer.strategy.is_replicated else -(-len(step) // args.world_size)
-            batches = [counted(batch, self.trainer.signature) for batch in own]
+        for number, step in enumerate(
+            islice(self._resumed(first_step), self.length.max_steps - first_step), first_step
+        ):
+            count = -(-len(step) // self.batch_size)
+            own = range(args.process_index, count, args.world_size)
+            wanted = 1 if self.trainer.strategy.is_replicated else -(-count // args.world_size)
+            batches = [self._counted(step, number, index) for index in own]
             if len(own) < args.gradient_accumulation_steps:
                 self.flow.own_of_short_steps[number] = len(own)
             if len(own) < wanted:
-                batches += [(counted(step[0], self.trainer.signature)[0], 0)] * (wanted - len(own))
+                batches += [(self._counted(step, number, 0)[0], 0)] * (wanted - len(own))
             yield batches
 
-    def _steps(self) -> Iterator[list[Any]]:
-        """Yield the batches of each step over all processes, epoch after epoch."""
-        per_step = self.trainer.args.gradient_accumulation_steps * self.trainer.args.world_size
-        for epoch in range(self.length.max_steps):
-            batches = self._batches_of(epoch)
-            step = list(islice(batches, per_step))
-            if not step:
+    def _counted(self, step: list[Any], number: int, index: int) -> tuple[Inputs, int]:
+        """Return a batch of a step with its number of targets. Random masks depend on the batch, not on the process."""
+        batch = step[index]
+        if self.loader is None:
+            seed_reads(self.trainer.args.seed, number, index)
+            # Some collators remove columns, and a resume compares the samples.
+            batch = collator_of(self.trainer)([*map(copy.copy, step[index * self.batch_size :][: self.batch_size])])
+        return counted(batch, self.trainer.signature)
+
+    def _resumed(self, first_step: int) -> Iterator[list[Any]]:
+        """Return the steps from `first_step` on. The step before, which is read again, must have the same samples."""
+        run: Any = self.flow.run
+        if not first_step:
+            return self._steps()
+        *saved, known = json.loads(run.facts.description.get(STREAM, b"[0, null]"))
+        why = self.why_in_order or ("" if known else "the checkpoint has no state of it")
+        for place in [saved, [0]][saved == [0] :]:
+            again = f"reading {first_step - place[0]} steps again"
+            run.observer.note(
+                f"train_dataset is read in order: {again}, because {why}. If they hold the same samples, the resume is "
+                "exact"
+                if why
+                else f"train_dataset continues from its saved state: {again}, to compare the samples"
+            )
+            steps = self._steps(*place)
+            # Data that have changed may not know this state.
+            with suppress(*[Exception] * (place != [0])):
+                [samples] = deque(islice(steps, first_step - place[0]), 1)
+                if known in (None, digest_of_data(samples)[0]):
+                    return steps
+            why = "its saved state gives other samples than before"
+        run.observer.on_event(
+            "stream_changed",
+            first_step,
+            f"train_dataset has other samples in step {first_step} than before, so the resume is not exact. Give the "
+            "same data in the same order.",
+        )
+        return steps
+
+    def _steps(self, number: int = 0, first_epoch: int = 0, state: Any = None) -> Iterator[list[Any]]:
+        """Yield the samples of each step over all processes, from step `number` on: of a loader, the batches.
+
+        `state` is the stream's state at this step. None: the step is the first one of the epoch.
+        """
+        args, place = self.trainer.args, [0]
+        per_step = args.gradient_accumulation_steps * args.world_size * self.batch_size
+        for epoch in range(first_epoch, self.length.max_steps):
+            if self.files:
+                place = [number, epoch, state]
+            seed_reads(args.seed, number)
+            source = self._source(epoch, state)
+            samples, begun, state = iter(source), number, None
+            while step := list(islice(samples, per_step)):
+                self.flow.last_read = place, step
+                yield step
+                number += 1
+                if not self.why_in_order:
+                    place = [number, epoch, source.state_dict()]
+                seed_reads(args.seed, number)
+            if number == begun:
                 raise argument_error(
                     f"no data in epoch {epoch}", "The data must be readable once for each epoch.", "train_dataset"
                 )
-            while step:
-                yield step
-                step = list(islice(batches, per_step))
 
-    def _batches_of(self, epoch: int) -> Iterator[Any]:
-        args = self.trainer.args
-        # This makes a shuffle without its own generator the same on all processes.
-        torch.manual_seed(args.seed + epoch)
+    def _source(self, epoch: int, state: Any) -> Any:
+        """Return the loader or the data at the beginning of an epoch, or a stream at its state."""
         source: Any = self.loader if self.loader is not None else self.source
+        if self.files:
+            # A copy, because all iterators of a stream, and of streams made from it, write to one state.
+            source = source.shard(1, 0)
+            source.load_state_dict(state or self.start)
         for settable in (source, getattr(source, "sampler", None), getattr(source, "dataset", None)):
             if settable is not None and hasattr(settable, "set_epoch"):
                 settable.set_epoch(epoch)
-        if self.loader is not None:
-            return iter(self.loader)
-        return in_batches(source, train_batch_size(args), collator_of(self.trainer))
+        if state is None:
+            # This makes a shuffle without its own generator the same on all processes.
+            torch.manual_seed(self.trainer.args.seed + epoch)
+        return source
 
     def build_model(self, recipe: Recipe, data: TaskData) -> nn.Module:
         """Return the user's model itself, so that training changes `trainer.model`.

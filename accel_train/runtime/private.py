@@ -1,4 +1,4 @@
-"""All private names of torch, Accelerate, and DeepSpeed that this program uses, one function each.
+"""All private names of torch, Accelerate, DeepSpeed, and datasets that this program uses, one function each.
 
 Each docstring names the version in which the name was seen. `tests/runtime/test_private.py` explains what to do when a
 name is gone.
@@ -339,3 +339,20 @@ def end_workers(iterator: Any, *, at_once: bool = False) -> None:
     for worker in getattr(iterator, "_workers", ()):
         if worker.is_alive():
             worker.kill()
+
+
+def stream_facts(stream: Any) -> tuple[list[Any], bool, Any, Any]:
+    """Return facts of a `datasets.IterableDataset`; `_ex_iterable`, `_distributed`, `_starting_state_dict`, 5.2.
+
+    Returns:
+        The arguments of its readers (files, shards), whether it is shuffled in a buffer, whose contents its state does
+        not hold, the part of the samples that `split_dataset_by_node` left it (None: all), and the state that was
+        loaded.
+    """
+    parts = [stream._ex_iterable]
+    # The list grows while it is read.
+    for part in parts:
+        parts += getattr(part, "ex_iterables", None) or filter(None, [getattr(part, "ex_iterable", None)])
+    files = [part.kwargs for part in parts if hasattr(part, "kwargs")]
+    is_buffered = any(getattr(part, "buffer_size", 1) > 1 for part in parts)
+    return files, is_buffered, stream._distributed, stream._starting_state_dict

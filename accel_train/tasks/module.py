@@ -93,7 +93,8 @@ class ModuleTask(Task):
             if given is not None and (is_stream or not hasattr(given, "__getitem__")):
                 raise SettingError(
                     "samples are read by index, with __len__ and __getitem__, but it is a stream",
-                    "Put the samples of a stream in a list, or write them to a file and index it",
+                    "Train with accel_train.Trainer, which reads streams, or with a recipe on jsonl, parquet, or tar "
+                    "files, or put the samples in a list",
                     at=f"{name} of type {type(given).__name__}",
                     settings=(name,),
                 )

@@ -356,7 +356,7 @@ def test_a_killed_run_resumes_with_the_losses_and_weights_of_one_without_a_stop(
     assert not (tmp_path / "run/model").exists()
     second = made(SFTTrainer, tmp_path / "run", data, **given)
     second.train(resume_from_checkpoint=True)
-    assert ("train_dataset is read in order: reading" in capsys.readouterr().out) == name.startswith("streamed")
+    assert ("continues from its saved state: reading 1 steps" in capsys.readouterr().out) == name.startswith("streamed")
     assert len(losses(whole)) == 10
     assert losses(second) == losses(whole)
     weights = dict(second.model.named_parameters())

@@ -1,4 +1,6 @@
-"""Each private name of torch, Accelerate and DeepSpeed does what it is used for; what fails says what to do instead."""
+"""Each private name of torch, Accelerate, DeepSpeed and datasets does what it is used for; what fails says what to do
+instead.
+"""
 
 import math
 from collections.abc import Iterator
@@ -241,3 +243,23 @@ def test_a_process_that_was_set_to_the_cpu_is_known():
         PartialState(cpu=True)
         assert private.is_set_to_cpu()
         PartialState._reset_state()
+
+
+def test_facts_of_a_stream_are_those_of_all_its_parts():
+    from datasets import IterableDataset, interleave_datasets
+    from datasets.distributed import split_dataset_by_node
+
+    def numbers(parts):
+        yield from ({"number": each} for each in parts)
+
+    one, two = (IterableDataset.from_generator(numbers, gen_kwargs={"parts": parts}) for parts in ([1, 2], [3]))
+    with otherwise("IterableDataset._ex_iterable or its parts have changed: find shuffle buffers and files there"):
+        both = interleave_datasets([one.shuffle(seed=1, buffer_size=9).map(dict), two])
+        files, is_buffered, part, start = private.stream_facts(both.take(2))
+        assert sorted(each["parts"] for each in files) == [[1, 2], [3]]
+        assert (is_buffered, part, start) == (True, None, None)
+        assert not private.stream_facts(one.shuffle(seed=1, buffer_size=1))[1]
+        assert private.stream_facts(split_dataset_by_node(one, 1, 2))[2] is not None
+    with otherwise("IterableDataset._starting_state_dict is gone: read the state that a program loads there"):
+        two.load_state_dict(two.state_dict())
+        assert private.stream_facts(two)[3] == two.state_dict()
