@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset
 
 from accel_train.core.errors import SettingError
+from accel_train.core.json_io import parse_json
 from accel_train.data.digest import digest_of_code, digest_of_data
 from accel_train.data.samples import seed_reads
 from accel_train.engine.step import Counted
@@ -165,7 +166,7 @@ class HFTask(Task):
         run: Any = self.flow.run
         if not first_step:
             return self._steps()
-        *saved, known = json.loads(run.facts.description.get(STREAM, b"[0, null]"))
+        *saved, known = parse_json(run.facts.description.get(STREAM, b"[0, null]"))
         why = self.why_in_order or ("" if known else "the checkpoint has no state of it")
         for place in [saved, [0]][saved == [0] :]:
             again = f"reading {first_step - place[0]} steps again"
