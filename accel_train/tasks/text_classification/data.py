@@ -137,7 +137,7 @@ def every_label(sources: Sequence[Source], data: TextClassificationData) -> list
             found.setdefault(repr(label), (label, row.where))
         if len(found) > _MOST_LABELS:
             raise ValueError(
-                "data.label_column has more than 100,000 different labels. To predict numbers, set "
+                f"data.label_column has more than {_MOST_LABELS:,} different labels. To predict numbers, set "
                 "model.problem_type: regression; otherwise, name the classes in data.label_names"
             )
     return [*found.values()]
