@@ -18,7 +18,7 @@ from accel_train.data.text.documents import Split
 from accel_train.data.text.kept import Rows, Values
 from accel_train.data.text.padding import padded, padded_inputs, samples_digest
 from accel_train.data.text.rows_cache import bpe_of, contents_of, open_rows
-from accel_train.data.text.sharded_rows import ShardedRows, cut_rows, row_shards
+from accel_train.data.text.sharded_rows import ESTIMATED, ShardedRows, cut_rows, row_shards
 from accel_train.data.text.shards import sharded
 from accel_train.data.text.tokenizers import KeptBPE, tokenizer_digest
 from accel_train.model.kernels.chunked_loss import summed_loss
@@ -151,9 +151,9 @@ class Kept:
             partial(Rows, make=make),
         )
         train = ShardedRows(shards)
-        train.count_needed(self.recipe, self.progress)
+        estimated = [] if train.count_needed(self.recipe, self.progress) else [ESTIMATED]
         found.facts.num_train, found.facts.cache_folder = len(train), str(shards.folder)
-        found.add_notes([*self.order_notes, _READ_BEFORE])
+        found.add_notes([*self.order_notes, *estimated, _READ_BEFORE])
         return replace(
             found,
             train=train,

@@ -29,7 +29,7 @@ from accel_train.recipe.data import BlockData, Data
 
 ROWS_AT_ONCE_UP_TO_BYTES = 1 << 30
 """Rows up to which `data.order: auto` encodes everything before training. Chats take 20 times their size of memory."""
-
+ESTIMATED = "the number of samples to train on is an estimate from the first shards of a source"
 
 Encode = Callable[[Sequence[Source]], Iterable[tuple[Any, ...]]]
 

@@ -14,7 +14,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig
 from accel_train.core.format import format_count
 from accel_train.core.state import Choice
 from accel_train.data.labels import IGNORED_LABEL
-from accel_train.data.text.sharded_rows import RowShards, ShardedRows
+from accel_train.data.text.sharded_rows import ESTIMATED, RowShards, ShardedRows
 from accel_train.data.text.shards import sharded
 from accel_train.data.text.tokens import document_lengths, joined, parts_of
 from accel_train.model.kernels.attention import CAUSAL_SDPA, choose_attention
@@ -174,7 +174,8 @@ def rows_as_samples(recipe: Recipe, corpus: "RowCorpus", config: PreTrainedConfi
     if isinstance(corpus.train, RowShards):
         train: Any = ShardedRows(replace(corpus.train, samples_of=lambda columns: windows(rows_in(columns))))
         parts, in_first = [train.opened(train.shown)], f"estimated from shard {train.shown}: "
-        train.count_needed(recipe, progress)
+        if not train.count_needed(recipe, progress):
+            corpus.facts.notes.append(ESTIMATED)
     else:
         parts = [*map(windows, parts_of(corpus.train))]
         train = joined(parts)

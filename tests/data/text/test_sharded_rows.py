@@ -16,7 +16,7 @@ from pyarrow import parquet
 from accel_train.core.errors import DataError
 from accel_train.data.text import sharded_rows
 from accel_train.data.text import shards as shards_module
-from accel_train.data.text.sharded_rows import ShardedRows
+from accel_train.data.text.sharded_rows import ESTIMATED, ShardedRows
 from accel_train.data.text.tokenizers import BYTE_SEPARATOR_ID
 from accel_train.recipe.schema import Recipe
 from accel_train.task import TaskData
@@ -367,6 +367,15 @@ def test_shards_of_labeled_texts_and_pairs_have_the_samples_of_all_rows_in_memor
     for key, value in theirs.items():
         assert np.array_equal(ours[key], value), key
         assert getattr(ours[key], "dtype", None) == getattr(value, "dtype", None), key
+
+
+def test_a_number_of_samples_that_is_not_counted_is_an_estimate(tmp_path: Path) -> None:
+    train = write_kind(tmp_path, "jsonl", TEXTS)
+    for schedule in ({"max_steps": 2}, {"max_steps": None, "num_epochs": 1}):
+        data = load_rows(tmp_path, train, "names", "blocks", schedule=schedule)
+        assert (ESTIMATED in data.facts.notes) == (schedule["max_steps"] is not None)
+        assert (data.facts.num_train == len(samples_in(data.train))) == (schedule["max_steps"] is None)
+    assert ESTIMATED in load(tmp_path, write_pairs(tmp_path / "pairs.jsonl", PAIRS)).facts.notes
 
 
 def test_classes_that_are_named_are_not_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
