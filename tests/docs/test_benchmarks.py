@@ -5,6 +5,7 @@ here.
 import json
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -273,6 +274,12 @@ def test_data_prints_every_part(tmp_path: Path) -> None:
         assert float(row["median (least to most)"].split(" (")[0].replace(",", "")) > 0
     assert sum(row["bar"] != "-" for row in rows) == 3
     assert len(saved["figures"]) == len(rows)
+
+
+def test_the_page_on_architecture_has_the_first_sentences_of_its_modules() -> None:
+    listed = re.findall(r"^\d+\. `([\w/]+\.py)` \(.*?\): (.+)\.$", step_path.PAGE.read_text(), re.MULTILINE)
+    assert len(listed) > 30
+    assert {module: told for module, told in listed if told != step_path.first_sentence(module)} == {}
 
 
 @pytest.mark.slow
