@@ -1,8 +1,8 @@
 """Values that are computed once, on disk, and memory-mapped by all processes and by later starts.
 
 They are encoded rows (`data/text/rows_cache.py`) and digests of images (`inspect_images`). CACHE/kept/KEY/ has a file
-for each array (.npy) and table of rows (.arrow), and meta.json with all other values. Locks, publishing, and checks are
-those of token shards (`data/cache.py`).
+for each array (.npy) and table of rows (.arrow), and meta.json with all other values. Token shards have the same locks,
+publishing, and checks (`data/cache.py`).
 """
 
 import os

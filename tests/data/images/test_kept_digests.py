@@ -23,6 +23,7 @@ from accel_train.tasks.image_classification.config import ImageClassificationDat
 from accel_train.tasks.image_classification.data import read_labelled_images
 from accel_train.tasks.semantic_segmentation.config import SemanticSegmentationData
 from accel_train.tasks.semantic_segmentation.data import read_masked_images
+from tests.support.readers import read_while_removed
 from tests.support.runs import refused
 
 NUM_IMAGES = 40
@@ -252,13 +253,7 @@ def test_two_processes_read_kept_values_while_a_third_one_removes_them(
     readers = [context.Process(target=reading, args=(data, seed)) for seed in range(2)]
     remover = context.Process(target=evicting, args=(folder.parent / "cache", removed))
     (folder.parent / "cache").mkdir()
-    for process in (*readers, remover):
-        process.start()
-    for process in readers:
-        process.join()
-    remover.kill()
-    remover.join()
-    assert [process.exitcode for process in readers] == [0, 0]
+    read_while_removed(readers, remover)
     assert removed.value > 20
     assert "data.cache_dir" not in capfd.readouterr().err, "nothing was damaged, or could not be kept"
 

@@ -24,6 +24,7 @@ from accel_train.engine.block_order import block_orders
 from accel_train.engine.resolve import check_recipe
 from accel_train.recipe.data import WindowData
 from accel_train.recipe.schema import Recipe
+from tests.support.readers import read_while_removed
 from tests.support.runs import Settings, losses, recipe_dict, write_rows
 
 MakeRecipe = Callable[..., Recipe]
@@ -123,13 +124,7 @@ def test_two_processes_read_while_a_third_one_removes(text_recipe: MakeRecipe, t
 
     readers = [context.Process(target=read, args=(seed,)) for seed in range(2)]
     remover = context.Process(target=remove)
-    for process in (*readers, remover):
-        process.start()
-    for process in readers:
-        process.join()
-    remover.kill()
-    remover.join()
-    assert [process.exitcode for process in readers] == [0, 0]
+    read_while_removed(readers, remover)
     assert made.value > 40, "few shards were made again"
     assert removed.value > 20
 

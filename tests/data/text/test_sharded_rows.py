@@ -357,7 +357,8 @@ def test_shards_of_labeled_texts_and_pairs_have_the_samples_of_all_rows_in_memor
 ) -> None:
     train = write_kind(tmp_path, kind, TEXTS)
     in_shards, in_memory = (load_rows(tmp_path, train, name, order) for order in ("blocks", "shuffled"))
-    found, expected = [*samples_in(in_shards.train), *in_shards.eval], [*in_memory.train, *in_memory.eval]  # type: ignore[misc]
+    found: list[Any] = [*samples_in(in_shards.train), *in_shards.eval]  # type: ignore[misc]
+    expected: list[Any] = [*in_memory.train, *in_memory.eval]  # type: ignore[misc]
     assert Counter(str(plain(each)) for each in found) == Counter(str(plain(each)) for each in expected)
     assert [*map(plain, in_shards.eval)] == [*map(plain, in_memory.eval)]  # type: ignore[arg-type]
     assert in_shards.facts.label_names == in_memory.facts.label_names
