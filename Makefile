@@ -109,10 +109,11 @@ size: ## Print the size of the code in tokens by package, and its growth: make s
 golden: $(INSTALLED) ## Compare what HEAD and another revision compute, to the last bit: make golden BEFORE=main~5
 	$(BIN)/python -m benchmarks.golden --before $(BEFORE) $(foreach word,$(ONLY),--only $(word))
 
-lint: $(INSTALLED) ## Lint, formatting and types, without changing a file.
+lint: $(INSTALLED) ## Lint, formatting, types, and sizes, without changing a file.
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(PYTEST) -q -n 0 tests/test_size.py
 
 format: $(INSTALLED) ## Put files into the form that lint asks for.
 	$(BIN)/ruff check --fix .
