@@ -77,6 +77,18 @@ def first_readable(dataset: Any, most_broken: int) -> Sequence[Any]:
     return fetch(dataset, [most_broken])
 
 
+def numbered(error: str, number: int, most: int) -> str:
+    """Return the error of a broken sample with its number.
+
+    Raises:
+        DataError: it is one too many. `most` is `data.max_broken`.
+    """
+    named = f"{error} (broken sample {number}, and data.max_broken is {most})" if most else error
+    if number > most:
+        raise DataError(named)
+    return named
+
+
 def held_out_units(hashes: Sequence[int], classes: Sequence[int], fraction: float) -> list[bool]:
     """Return whether each row is held out: of each class, the rows with the lowest hashes.
 

@@ -114,7 +114,7 @@ def column_names(source: Source, data: Data) -> list[str]:
         header = next(read_delimited(path, data), None)
         names = [] if header is None else header.fields
     else:
-        names = list(next((row for row, _, _ in json_objects(path, data, "text")), ()))
+        names = list(next((row for row, _, _ in json_objects(path, data, "text", source.span)), ()))
     if not names:
         raise ValueError(f"{path} holds no rows; name a table with rows")
     return names

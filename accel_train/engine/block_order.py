@@ -130,7 +130,7 @@ def block_orders(recipe: Recipe, windows: ShardedWindows, global_batch_size: int
         SettingError: `data.cache_limit` is too small.
     """
     cut, sizes = windows.shards.cut, map(len, windows.samples_by_source or [windows])
-    limit, num_bytes = windows.shards.data.limit_bytes, windows.num_tokens * windows.shards.dtype.itemsize
+    limit, num_bytes = cut.data.limit_bytes, windows.num_tokens * windows.shards.dtype.itemsize
     # Shards made ahead must outlive those that are read before them.
     if limit and limit < (needed := num_bytes * min(1, 3 * SHARDS_AHEAD * len(cut.spans) / len(cut))):
         problem = f"the shards that are read next have {format_bytes(needed)}. Give more"

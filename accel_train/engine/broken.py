@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING, Any
 from accelerate.utils import gather_object
 from torch import Tensor
 
-from accel_train.core.errors import DataError
 from accel_train.core.state import StepResult
-from accel_train.data.samples import fetch_readable, first_readable
+from accel_train.data.samples import fetch_readable, first_readable, numbered
 from accel_train.engine.step import Counted
 from accel_train.task import Collate, Collated
 
@@ -61,13 +60,14 @@ def count_broken(run: "RunContext", result: StepResult) -> None:
     Raises:
         DataError: on all processes, if more than `data.max_broken` samples are broken.
     """
-    most, faults = run.plan.data.max_broken, run.faults
-    if not most or result.counts[0] == faults.met:
-        return
-    faults.met = result.counts[0]
-    for fault in sorted({*gather_object([*faults.here][: faults.sent])} - faults.known):
+    most, faults, shards = run.plan.data.max_broken, run.faults, run.plan.data.shards
+    found: Sequence[str] = ()
+    if shards is not None:
+        # All processes count the same lines when they read a block.
+        found, most = [*shards.broken][len(faults.known) :], shards.shards.cut.data.max_broken
+    elif most and result.counts[0] != faults.met:
+        faults.met = result.counts[0]
+        found = sorted({*gather_object([*faults.here][: faults.sent])} - faults.known)
+    for fault in found:
         faults.known.add(fault)
-        number = f"broken sample {len(faults.known)}, and data.max_broken is {most}"
-        if len(faults.known) > most:
-            raise DataError(f"{fault} ({number})")
-        run.observer.on_event("broken_sample", result.step, f"{fault} ({number})")
+        run.observer.on_event("broken_sample", result.step, numbered(fault, len(faults.known), most))

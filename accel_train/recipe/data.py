@@ -366,13 +366,25 @@ def renamed(data: Data, place_of: Callable[[str], str]) -> Data:
     return data.model_copy(update={name: places_of(getattr(data, name)) for name in names})
 
 
-class BlockData(Data):
+class BrokenData(Data):
+    """Settings of data whose training samples may be broken."""
+
+    max_broken: NonNegativeInt = 0
+    """Number of different training samples that may turn out broken before the run stops. What has been met since the
+    start or the last resume counts. A broken image, also by its mask, has weight 0, and its step keeps the others. A
+    broken line of jsonl (bytes that are no text, no JSON object, a column that is missing or of another type) is left
+    out of the data, and needs `data.order: blocks`. A broken evaluation sample always stops the run.
+    """
+
+
+class BlockData(BrokenData):
     """Settings of data that may be encoded while the run trains."""
 
     order: Literal["auto", "shuffled", "blocks"] = "auto"
     """Order of the samples. shuffled: all samples, once everything is tokenized. blocks: data is tokenized while
     the run trains, in shards of 1 MiB. Shards in random order form blocks of 8 MiB at first, and 256 MiB later, and
-    samples are shuffled within a block. auto: blocks for more than 32 MiB of text, or 1 GiB of rows.
+    samples are shuffled within a block. auto: blocks for more than 32 MiB of text, or 1 GiB of rows, and with
+    `max_broken`.
     """
 
 
@@ -442,7 +454,7 @@ class ClassData(NamedClassesData):
         return {} if group is None else {"stratify": f"data.group_column={group} holds out whole groups"}
 
 
-class ImageData(NamedClassesData):
+class ImageData(NamedClassesData, BrokenData):
     """Settings of image tasks."""
 
     image_column: str = "image"
@@ -461,11 +473,6 @@ class ImageData(NamedClassesData):
     image_std: tuple[PositiveFloat, ...] | None = Field(default=None, examples=[[0.229, 0.224, 0.225]])
     """Standard deviation of each color, as a fraction of 255. Default: as for image_mean."""
     augment: Augment = Augment()
-    max_broken: NonNegativeInt = 0
-    """Number of different training images that may turn out broken before the run stops, also by their masks. A broken
-    image has weight 0, and its step keeps the others. Images that any process has met since the start or the last
-    resume count. A broken evaluation image always stops the run.
-    """
 
     def unread(self) -> Mapping[str, str]:
         reason = "data.augment.rand_augment_ops is 0"

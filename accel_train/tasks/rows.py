@@ -22,7 +22,7 @@ from accel_train.data.text.sharded_rows import ESTIMATED, ShardedRows, cut_rows,
 from accel_train.data.text.shards import sharded
 from accel_train.data.text.tokenizers import KeptBPE, tokenizer_digest
 from accel_train.model.kernels.chunked_loss import summed_loss
-from accel_train.recipe.data import BlockData, TrainedTokenizer
+from accel_train.recipe.data import BlockData, Data, TrainedTokenizer
 from accel_train.recipe.schema import Recipe
 from accel_train.task import Batch, TaskData, Tensors, Totals
 from accel_train.tasks.common.texts import Divided
@@ -62,14 +62,21 @@ class TextSource(Generic[Kind]):
 class Kept:
     """Rows, tokenizer, and samples of a recipe, kept (`open_rows`).
 
-    `contents` is all that determines the rows besides sources and data settings.
+    `contents` is all that determines the rows besides sources and data settings. `read` returns the rows of sources, if
+    they may be read in blocks.
     """
 
     def __init__(
-        self, recipe: Recipe, progress: bool, *contents: object, not_in_blocks: Mapping[str, bool] = {}
+        self,
+        recipe: Recipe,
+        progress: bool,
+        *contents: object,
+        read: Callable[..., list[Any]] = list,
+        not_in_blocks: Mapping[str, bool] = {},
     ) -> None:
         self.recipe, self.progress, self.contents = recipe, progress, contents
-        self.whole, self.order_notes = cut_rows(recipe.data, not_in_blocks)
+        self.read = partial(_rows_of, data=recipe.data, read=read)
+        self.whole, self.order_notes = cut_rows(recipe.data, not_in_blocks, self.read)
         self.keep = open_rows(recipe.data, progress, sampled=self.whole is not None)
 
     def rows(self, load: Callable[[], Any], make: Callable[..., Any], kind: Callable[..., Any] = Divided) -> Any:
@@ -130,13 +137,12 @@ class Kept:
         self,
         found: TaskData,
         rows: Divided[Any],
-        read: Callable[..., list[Any]],
         encode: Callable[..., list[Any]],
         make: Callable[..., Any],
     ) -> TaskData:
         """Return task data; if training rows are cut into shards, with samples of class `make` that are encoded there.
 
-        `rows` were read before. `read` takes sources, `encode` rows; both can be pickled.
+        `rows` were read before. `encode` takes rows, and can be pickled.
         """
         if self.whole is None:
             return found
@@ -147,7 +153,7 @@ class Kept:
             self.whole,
             found.fingerprint,
             self.determined,
-            partial(_encode_shard, data, Split(hashes=hashes, seed=data.split_seed), read, encode),
+            partial(_encode_shard, self.read, Split(hashes=hashes, seed=data.split_seed), encode),
             partial(Rows, make=make),
         )
         train = ShardedRows(shards)
@@ -164,17 +170,17 @@ class Kept:
         )
 
 
-def _encode_shard(
-    data: BlockData,
-    split: Split,
-    read: Callable[..., list[Any]],
-    encode: Callable[..., list[Any]],
-    sources: Sequence[Source],
-) -> list[Any]:
+def _rows_of(sources: Sequence[Source], data: Data, read: Callable[..., list[Any]]) -> list[Any]:
     columns = columns_read(data.input_columns[0])
     # A piece within a long row has none, and `read` refuses that.
     parts = [read([source]) for source in sources if next(read_rows(source, columns, data), None) is not None]
-    return encode([row for part in parts for row in part if not split.holds_out(row.key)])
+    return [row for part in parts for row in part]
+
+
+def _encode_shard(
+    read: Callable[..., list[Any]], split: Split, encode: Callable[..., list[Any]], sources: Sequence[Source]
+) -> list[Any]:
+    return encode([row for row in read(sources) if not split.holds_out(row.key)])
 
 
 def given(*columns: str | None) -> list[str]:

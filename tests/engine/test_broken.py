@@ -161,7 +161,7 @@ def test_an_image_that_is_broken_at_the_start_is_never_held_out(tmp_path: Path, 
 
 
 def test_tasks_that_do_not_count_broken_samples_refuse_the_setting(tmp_path: Path) -> None:
-    section = recipe_of("text-classification", tmp_path, data={"max_broken": 1})
+    section = recipe_of("token-classification", tmp_path, data={"max_broken": 1})
     done = run(write_yaml(tmp_path / "run.yaml", section), expect=2)
     assert "max_broken" in done.stderr
 

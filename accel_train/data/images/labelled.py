@@ -9,7 +9,6 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from accel_train.core.errors import DataError
 from accel_train.core.files import digest64
 from accel_train.data.images.boxes import Boxes
 from accel_train.data.images.images import (
@@ -25,7 +24,7 @@ from accel_train.data.images.images import (
 )
 from accel_train.data.labels import IGNORED_LABEL
 from accel_train.data.parts import Part, folders_beside, folders_of_parts, part_of
-from accel_train.data.samples import fetch_readable, held_out_units
+from accel_train.data.samples import fetch_readable, held_out_units, numbered
 from accel_train.recipe.data import ClassData, Data, ImageData, listed
 
 _NUM_TRIED = 64
@@ -155,9 +154,8 @@ def try_samples(dataset: Any, most_broken: int) -> None:
         DataError: more than `most_broken` of them cannot be read.
     """
     _, faults = fetch_readable(dataset, evenly_spaced(len(dataset), _NUM_TRIED))
-    if len(faults) > most_broken:
-        number = f" (broken sample {most_broken + 1}, and data.max_broken is {most_broken})" if most_broken else ""
-        raise DataError(f"{faults[most_broken]}{number}")
+    for number, fault in enumerate(faults, start=1):
+        numbered(fault, number, most_broken)
 
 
 def eval_beside_train(data: Data) -> tuple[tuple[str, ...], tuple[str, ...] | None, tuple[str, ...]]:

@@ -163,7 +163,8 @@ def _inputs(recipe: Recipe, progress: bool) -> Inputs:
     is_cut, note = _order(data, train)
     if not is_cut and any(isinstance(file, RemoteFile) for file in files_of(train)):
         train, held_out, notes = resolve_both(recipe.data)
-    return Inputs(data, train, held_out, tokenizer, [*notes, *note], progress, cut(train, data) if is_cut else None)
+    whole = cut(train, data, partial(texts_of, data=data, title="", shown=False)) if is_cut else None
+    return Inputs(data, train, held_out, tokenizer, [*notes, *note], progress, whole)
 
 
 def _order(data: WindowData, train: Sequence[Source]) -> tuple[bool, list[str]]:
@@ -275,7 +276,7 @@ def _open(
         if inputs.cut and side == "train":
             split = Split(**{**meta["split"], "hashes": frozenset(meta["split"]["hashes"])})
             dtype = np.dtype(meta["dtype"])
-            shards = Shards(folder / "shards", inputs.cut, inputs.data, tokenizer, split, dtype)
+            shards = Shards(folder / "shards", inputs.cut, tokenizer, split, dtype)
             sizes = [-(-(end - begin - 1) // length) for begin, end in pairwise([0, *(ends or [number])])]
             return ShardedWindows(shards, length, sizes)
         if holds_tokens(sources):
@@ -406,7 +407,7 @@ def _estimate(cut: Cut, span: range, split: Split, inputs: Inputs, tokenizer: Te
     """Return about how many tokens a span of shards has, by its first shards up to one with tokens."""
     train, silent = Tally(tokenizer.vocab_size), replace(inputs, progress=False)
     for number in span:
-        _tokenise([*cut.sources_of(number)], split, silent, tokenizer, (train, None), Counts())
+        _tokenise(cut.readable([number]), split, silent, tokenizer, (train, None), Counts())
         if train.num_tokens:
             return train.num_tokens * len(span) // (number - span.start + 1)
     return 0

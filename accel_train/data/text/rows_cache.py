@@ -23,7 +23,10 @@ LEAST_BYTES = 1 << 20
 
 # Part of every key. Raise it when the same rows would be encoded or stored in another way.
 _FORMAT = 1
-READ_LATER = {"cache_dir", "cache_limit", "num_workers", "pin_memory", "shuffle", "group_by_length", "last_batch"}
+READ_LATER = {
+    *("cache_dir", "cache_limit", "num_workers", "pin_memory"),
+    *("shuffle", "group_by_length", "last_batch", "max_broken"),
+}
 """Settings that do not determine the encoding."""
 
 Keep = Callable[[Sequence[object], Callable[[], Values], Callable[..., Any]], Values]

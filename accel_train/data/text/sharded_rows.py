@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pyarrow as arrow
-from numpy.typing import NDArray
 from pyarrow.feather import read_table, write_feather
 
 from accel_train.core.errors import setting_error
@@ -18,12 +17,13 @@ from accel_train.core.format import format_bytes
 from accel_train.core.json_io import json_digest
 from accel_train.core.version import __version__
 from accel_train.data import cache
-from accel_train.data.sources import Source, files_of, num_bytes_of
+from accel_train.data.encoding import encoding_of, has_parts
+from accel_train.data.sources import Source, file_kind, files_of, num_bytes_of
 from accel_train.data.tables import resolve_both
 from accel_train.data.text.documents import Split
 from accel_train.data.text.kept import as_table
 from accel_train.data.text.rows_cache import READ_LATER
-from accel_train.data.text.shards import SHOWN, WINDOW_BITS, Cut, ShardedWindows, Shards, cut
+from accel_train.data.text.shards import SHOWN, WINDOW_BITS, Cut, Read, ShardedWindows, Shards, cut
 from accel_train.data.text.tokens import joined
 from accel_train.recipe.data import BlockData, Data
 
@@ -68,10 +68,8 @@ class ShardedRows(ShardedWindows):
         counts = ((number - span.start + 1, len(self.opened(number))) for number in span)
         return next((count * len(span) // read for read, count in counts if count), 0)
 
-    def counts(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the number of samples of each shard, once all of them are made."""
-        self.shards.make_all(numbers.tolist())
-        return np.array([len(self.opened(number)) for number in numbers.tolist()])
+    def _count(self, number: int) -> int:
+        return len(self.opened(number))
 
     def __getitems__(self, indices: Sequence[int]) -> Any:
         """Return samples in the order of `indices`."""
@@ -83,10 +81,10 @@ class ShardedRows(ShardedWindows):
         return joined([self.opened(number) for number in range(0, count, -(-count // SHOWN))])
 
 
-def cut_rows(data: Data, reasons: Mapping[str, bool]) -> tuple[Cut | None, list[str]]:
+def cut_rows(data: Data, reasons: Mapping[str, bool], read: Read) -> tuple[Cut | None, list[str]]:
     """Return the training rows in shards, or None if they are not read in blocks, and a note on a choice.
 
-    `reasons` are as for `choose_blocks`.
+    `reasons` are as for `choose_blocks`, `read` as for `Cut`.
 
     Raises:
         ValueError: as for `resolve_both`.
@@ -104,7 +102,7 @@ def cut_rows(data: Data, reasons: Mapping[str, bool]) -> tuple[Cut | None, list[
         ),
     }
     is_cut, note = choose_blocks(data, sources, reasons, ROWS_AT_ONCE_UP_TO_BYTES)
-    return cut(sources, data) if is_cut else None, note
+    return cut(sources, data, read) if is_cut else None, note
 
 
 def row_shards(
@@ -126,7 +124,7 @@ def row_shards(
     root, settings = cache.cache_folder(data), data.model_dump(mode="json", exclude=READ_LATER)
     folder = root / json_digest([fingerprint, settings, __version__])[:32] / "shards"
     unused: Any = None
-    shards = RowShards(folder, whole, data, unused, Split(), np.dtype(np.int32), encode, samples_of)
+    shards = RowShards(folder, whole, unused, Split(), np.dtype(np.int32), encode, samples_of)
     return shards, fingerprint, {file: root / "pinned" / digest for file, digest in digests.items()}
 
 
@@ -138,14 +136,22 @@ def choose_blocks(
     `reasons` are further reasons against it, as sentences with whether they hold.
 
     Raises:
-        SettingError: `data.order` is blocks, and a reason holds.
+        SettingError: `data.order` is blocks, or `data.max_broken` is set, and a reason holds.
     """
+    most, files = data.max_broken if data.is_for_training else 0, files_of(sources)
+    are_lines = files and all(file_kind(file) == "jsonl" and has_parts(encoding_of(file, data)) for file in files)
     reasons = {
+        "it is for lines of jsonl, in UTF-8, UTF-16, or an encoding of one byte": most > 0 and not are_lines,
         f"data.last_batch is {data.last_batch}": data.last_batch != "carry",
         "data.group_by_length needs the lengths of all rows": data.group_by_length,
         **reasons,
     }
     reason = next((why for why, holds in reasons.items() if holds), None)
+    if most:
+        if reason or data.order == "shuffled":
+            raise setting_error("data.max_broken", most, f"{reason or 'data.order is shuffled'}. Repair the lines")
+        why = "data.max_broken leaves out lines when they are read"
+        return True, [f"data.order: blocks, because {why}"] if data.order == "auto" else []
     if data.order != "auto":
         if data.order == "blocks" and reason:
             raise setting_error("data.order", "blocks", f"{reason}. Set data.order: shuffled")

@@ -6,15 +6,17 @@ lock is free again when a process that makes it is killed, and the next one take
 """
 
 import hashlib
+import json
 import multiprocessing
 import os
 import signal
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -28,16 +30,17 @@ from accel_train.buckets.files import RemoteFile
 from accel_train.core.errors import DataError
 from accel_train.core.files import sync, write_atomically
 from accel_train.core.hardware import usable_cores
-from accel_train.core.json_io import json_digest
+from accel_train.core.json_io import json_digest, parse_json
 from accel_train.core.terminal import is_main
 from accel_train.core.work import helped, working
 from accel_train.data import cache
 from accel_train.data.delimited import delimiter_of, quoting_of, record_edges
 from accel_train.data.encoding import encoding_of, has_parts
+from accel_train.data.samples import numbered
 from accel_train.data.sources import Source, files_of, num_bytes_of
 from accel_train.data.tables import parquet_file
 from accel_train.data.text.documents import Split
-from accel_train.data.text.encode import Chunk, Counts, texts_of, write_tokens
+from accel_train.data.text.encode import Chunk, Counts, write_tokens
 from accel_train.data.text.fast_ids import faster_encoder
 from accel_train.data.text.tokenizers import TextTokenizer, TokenIds, encode_bytes
 from accel_train.data.text.tokens import ShardWriter, TokenStream, WindowDataset, samples_of
@@ -65,6 +68,8 @@ _SHOWN_AFTER_SECONDS = 3.0
 _WHOLE = -1
 _CUT = {"text", "jsonl", "csv"}
 
+Read = Callable[[Sequence[Source]], Iterable[object]]
+
 
 @dataclass(frozen=True)
 class Cut:
@@ -80,6 +85,10 @@ class Cut:
     """Whether the text of a shard is of one source."""
     rule: Any
     """What decides where the text is cut, besides the text."""
+    data: Any
+    """`WindowData` of text, or `BlockData` of rows."""
+    read: Read
+    """Function that reads the text or rows of sources, to find broken lines."""
 
     def __len__(self) -> int:
         return len(self.bounds) - 1
@@ -104,11 +113,40 @@ class Cut:
     def sample(self) -> list[Source]:
         """Return the text of shards at equal distances, `SAMPLE_BYTES` in all. It is the same for any seed."""
         count = min(len(self), SAMPLE_BYTES // SHARD_BYTES)
-        numbers = np.arange(count) * len(self) // count
-        return [source for number in numbers.tolist() for source in self.sources_of(number)]
+        return self.readable((np.arange(count) * len(self) // count).tolist())
+
+    def readable(self, numbers: Iterable[int]) -> list[Source]:
+        """Return the pieces of shards, as `without_broken` does."""
+        sources = [source for number in numbers for source in self.sources_of(number)]
+        return self.without_broken(sources)[0] if self.data.max_broken else sources
+
+    def without_broken(self, sources: Sequence[Source]) -> tuple[list[Source], list[str]]:
+        """Return pieces without the lines of jsonl that `read` refuses, and the errors of these lines.
+
+        A piece with a broken line is halved down to this line, whose first byte the error names.
+
+        Raises:
+            DataError: more than `data.max_broken` lines are broken.
+        """
+        parts, errors, left = list[Source](), list[str](), [*reversed(sources)]
+        while left:
+            source = left.pop()
+            try:
+                # Without those in which no line begins.
+                parts += [source] if deque(self.read([source]), maxlen=1) else []
+            except ValueError as error:
+                start, stop = source.span or (0, int(num_bytes_of(source)))
+                width = len("\n".encode(encoding_of(source.files[0], self.data)))
+                middle = start + (stop - start) // (2 * width) * width
+                if middle > start:
+                    left += [replace(source, span=(middle, stop)), replace(source, span=(start, middle))]
+                    continue
+                errors.append(str(error))
+                numbered(errors[-1], len(errors), self.data.max_broken)
+        return parts, errors
 
 
-def cut(sources: tuple[Source, ...], data: BlockData) -> Cut:
+def cut(sources: tuple[Source, ...], data: BlockData, read: Read) -> Cut:
     """Cut sources into shards. Files of conll and json stay whole, and those in encodings of several bytes, as gbk.
 
     Raises:
@@ -132,7 +170,7 @@ def cut(sources: tuple[Source, ...], data: BlockData) -> Cut:
     is_old = all(kind != "csv" and encoding_of(path, data) == "utf-8" for kind, path in files)
     rule = SHARD_BYTES if is_old else [SHARD_BYTES, "records"]
     bounds = np.append(np.flatnonzero(is_first), len(pieces))
-    return Cut(sources, pieces, bounds, float(weights.sum()), by_source, rule)
+    return Cut(sources, pieces, bounds, float(weights.sum()), by_source, rule, data, read)
 
 
 def _edges(source: Source, data: BlockData) -> tuple[NDArray[Any], NDArray[Any]]:
@@ -171,8 +209,6 @@ class Shards:
 
     folder: Path
     cut: Cut
-    data: Any
-    """`WindowData` of text, or `BlockData` of rows."""
     tokenizer: TextTokenizer
     split: Split
     """Rule by which documents are left out of the training data."""
@@ -197,8 +233,8 @@ class Shards:
                 if not path.exists():
                     self._make(number, path)
                 path.with_suffix(".lock").unlink(missing_ok=True)
-            if self.data.limit_bytes and number % EVICTED_EVERY == 0:
-                cache.evict(self.folder.parents[2], self.data.limit_bytes)
+            if self.cut.data.limit_bytes and number % EVICTED_EVERY == 0:
+                cache.evict(self.folder.parents[2], self.cut.data.limit_bytes)
         except Timeout:
             return False
         except OSError as error:
@@ -254,7 +290,7 @@ class Shards:
             self.make_all([number])
             # Another process may remove it now.
             with suppress(FileNotFoundError):
-                if self.data.limit_bytes:
+                if self.cut.data.limit_bytes:
                     os.utime(path)
                 found = np.memmap(path, np.uint8, mode="r")
                 if hashlib.sha256(found[:-_DIGEST_BYTES].data).digest() == found[-_DIGEST_BYTES:].tobytes():
@@ -265,8 +301,15 @@ class Shards:
     def _make(self, number: int, path: Path) -> None:
         sources, building = list(self.cut.sources_of(number)), path.with_suffix(".building")
         stamps = [*map(cache.stamp_of, files_of(sources))]
-        self._write(sources, building)
-        files = files_of(sources)
+        files, broken = files_of(sources), list[str]()
+        try:
+            self._write(sources, building)
+        except ValueError:
+            if self.cut.data.max_broken:
+                sources, broken = self.cut.without_broken(sources)
+            if not broken:
+                raise
+            self._write(sources, building)
         if stamps != [*map(cache.stamp_of, files)] or any(
             isinstance(file, RemoteFile) and file.has_changed() for file in files
         ):
@@ -274,11 +317,18 @@ class Shards:
         with building.open("ab") as file:
             file.write(hashlib.sha256(building.read_bytes()).digest())
         sync(building)
+        if broken:
+            write_atomically(path.with_suffix(".broken"), json.dumps(broken).encode())
         os.replace(building, path)
+
+    def broken_in(self, number: int) -> list[str]:
+        """Return the errors of the lines that a shard leaves out."""
+        kept = self.path(number).with_suffix(".broken")
+        return list(parse_json(kept.read_text())) if self.cut.data.max_broken and kept.exists() else []
 
     def _write(self, sources: Sequence[Source], building: Path) -> None:
         with ShardWriter(building, self.dtype, self.tokenizer.vocab_size) as writer:
-            texts = texts_of(sources, self.data, "", shown=False)
+            texts: Any = self.cut.read(sources)
             write_tokens(texts, self.split, self.tokenizer.separator_id, (writer, None), Counts(), self._encode_all)
 
     def _encode_all(self, batches: Iterable[list[Chunk]]) -> Iterator[tuple[list[Chunk], list[TokenIds]]]:
@@ -324,6 +374,8 @@ class ShardedWindows(Dataset[NDArray[np.int64]]):
         """Take windows of the shards. `sizes` estimates the number of windows in each of the spans of shards."""
         self.shards, self.sequence_length, self.sizes = shards, sequence_length, sizes
         self._opened: dict[int, Any] = {}
+        self.broken: dict[str, None] = {}
+        """Errors of the lines that the counted shards leave out, in order."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_opened": {}}
@@ -384,11 +436,21 @@ class ShardedWindows(Dataset[NDArray[np.int64]]):
         return found << WINDOW_BITS
 
     def counts(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the number of windows of each shard, once all of them are made."""
+        """Return the number of windows of each shard, once all of them are made.
+
+        Raises:
+            DataError: more lines are broken than `data.max_broken`, in all shards that were counted.
+        """
         num_tokens = self.shards.num_tokens
         self.shards.make_all(number for number in numbers.tolist() if num_tokens(number) is None)
-        tokens = np.array([num_tokens(number) for number in numbers.tolist()])
-        return np.maximum(0, -(-(tokens - 1) // self.sequence_length))
+        for error in chain.from_iterable(map(self.shards.broken_in, numbers.tolist())):
+            self.broken[error] = None
+            numbered(error, len(self.broken), self.shards.cut.data.max_broken)
+        return np.array([*map(self._count, numbers.tolist())])
+
+    def _count(self, number: int) -> int:
+        """Return the number of windows of a shard that is made."""
+        return max(0, -(-((self.shards.num_tokens(number) or 0) - 1) // self.sequence_length))
 
     def __getitem__(self, index: int) -> NDArray[np.int64]:
         """Return window `index`: (T + 1,) int64."""

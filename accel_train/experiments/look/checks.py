@@ -15,7 +15,7 @@ from accel_train.task import Collated
 KINDS = {
     "teaches_nothing": "{} of the first {} steps have no target, so they teach nothing. Check labels and masks",
     "unreadable": "{} of {} samples cannot be read, and the run stops there. Repair or remove them",
-    "broken": "{} of {} broken samples that data.max_broken allows. They have no weight. Repair or remove them",
+    "broken": "{} of {} broken samples that data.max_broken allows. Training leaves them out. Repair or remove them",
     "not_finite": "{} of {} samples hold NaN or Inf. Repair or remove them",
     "one_class": "{} of {} training samples are of one class, so there is nothing to learn. Add other classes",
     "leak": "{} of {} evaluation samples are training samples too, so their score says little. Remove them",
@@ -64,7 +64,7 @@ LEAST_SHARES = {
 """Share of the total up to which the kind is usual, and no finding."""
 STOPS = {"teaches_nothing", "unreadable", "not_finite", "one_class"}
 """Findings with which a batch would teach nothing."""
-_MOST_EXAMPLES = 3
+MOST_EXAMPLES = 3
 _FEWEST_NEAR = 20
 """Units of a side from which near copies are a finding. Of a few long documents, some are often alike."""
 MOST_FILES = 50
@@ -120,7 +120,7 @@ def find(
 
 
 def _finding(kind: str, units: Units, total: int) -> Finding:
-    return Finding(kind, len(units), total, tuple(f"{unit.where}: {unit.beginning}" for unit in units[:_MOST_EXAMPLES]))
+    return Finding(kind, len(units), total, tuple(f"{unit.where}: {unit.beginning}" for unit in units[:MOST_EXAMPLES]))
 
 
 def _of_samples(units: Units) -> Iterator[Finding]:
@@ -150,7 +150,7 @@ def _of_classes(train: Units, held: Units, names: Sequence[str]) -> Iterator[Fin
     # A sentence need not have every tag.
     if not counts or all(unit.label is None and unit.length for unit in train):
         return
-    yield Finding("missing_class", len(missing), len(names), tuple(missing[:_MOST_EXAMPLES]))
+    yield Finding("missing_class", len(missing), len(names), tuple(missing[:MOST_EXAMPLES]))
     if all(unit.label is None for unit in train):
         return
     yield Finding("one_class", max(counts.values()), len(train))

@@ -18,7 +18,7 @@ from accel_train.data.order import DataOrder
 from accel_train.data.samples import Drawn, SeededReads, fetch
 from accel_train.engine.broken import collate_readable
 from accel_train.engine.resolve import check_recipe, resolve_run
-from accel_train.experiments.look.checks import MOST_FILES, Finding, find, findings_of_steps
+from accel_train.experiments.look.checks import MOST_EXAMPLES, MOST_FILES, Finding, find, findings_of_steps
 from accel_train.experiments.look.units import MOST_IMAGES, MOST_TEXTS, Units, read_units
 from accel_train.plan.place import count_processes
 from accel_train.recipe.schema import Recipe
@@ -114,7 +114,11 @@ def look_at(recipe: Recipe, *, progress: bool = False) -> Look:
     batches = list(_batches(data, order, sizes.per_device_batch_size))
     of_steps = findings_of_steps(batches, shuffled=order.shuffle)
     too_few = few_held_out(data.facts, recipe.data.eval, recipe.data.eval_fraction)
-    findings = find(train, held, data.facts.label_names or (), of_steps, too_few)
+    of_lines = []
+    if data.shards and (lines := [*data.shards.broken]):
+        most = data.shards.shards.cut.data.max_broken
+        of_lines = [Finding("broken", len(lines), most, tuple(lines[:MOST_EXAMPLES]))]
+    findings = find(train, held, data.facts.label_names or (), [*of_steps, *of_lines], too_few)
     broken = [each for each in findings if each.kind == "unreadable" and each.count <= data.max_broken]
     # Broken evaluation samples are never allowed.
     if broken and not any("unreadable" in unit.problems for unit in held):

@@ -64,7 +64,7 @@ def prepare_rows(recipe: Recipe, *, progress: bool) -> RowCorpus:
         ValueError: a source, row, tokenizer or chat template is wrong, or no training row is left.
     """
     data, spec = CausalLMData.of(recipe.data), recipe.tokenizer_in_use
-    whole, note = cut_rows(data, {})
+    whole, note = cut_rows(data, {}, partial(_examples, data=data, progress=False))
     keep = open_rows(data, progress, sampled=whole is not None)
     name = "bytes" if isinstance(spec, TrainedTokenizer) else spec
     tokenizer = pretrained_tokenizer(name, trust_remote_code=recipe.model.trust_remote_code)
@@ -122,9 +122,10 @@ def _encoded(recipe: Recipe, tokenizer: TextTokenizer, whole: Cut | None, progre
     """Return the encoded rows. Of data in shards, those for evaluation, and the first ones for training."""
     data, spec = CausalLMData.of(recipe.data), recipe.tokenizer_in_use
     sources, eval_sources, notes = resolve_both(data)
-    rows = _read(whole.sample() if whole else sources, data, data.train_key, progress)
+    first = whole.sample() if whole else sources
+    rows = _read(first, data, data.train_key, progress)
     others, key = rows[:0], f"first rows of {data.train_key}" if whole else data.train_key
-    unread = [name for name in column_names(sources[0], data) if name in _MEANINGFUL and name not in columns_of(data)]
+    unread = [name for name in column_names(first[0], data) if name in _MEANINGFUL and name not in columns_of(data)]
     notes += [f"{data.train_key}: columns that are not read: {', '.join(unread)}"] if unread else []
     if eval_sources:
         held_out = [_read(each, data, "data.eval", progress) for each in data.by_set(eval_sources)]

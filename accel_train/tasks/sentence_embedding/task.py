@@ -70,7 +70,8 @@ class SentenceEmbedding(EncoderTask):
         section = SentenceEmbeddingData.of(recipe.data)
         models.check_model(recipe, self.head)
         self.pooling, self.pooling_reason = _pooling(recipe, section)
-        keep = Kept(recipe, progress)
+        read = partial(rows_of.read_anchor_rows, data=section, key=section.train_key)
+        keep = Kept(recipe, progress, read=read)
         rows = keep.rows(partial(rows_of.load_rows, recipe, keep.whole), rows_of.AnchorRow)
         words = keep.words(chain.from_iterable(row.texts for row in rows.train))
         reader = self.reader(recipe, words, is_pair=False)
@@ -122,7 +123,6 @@ class SentenceEmbedding(EncoderTask):
         return keep.in_blocks(
             found,
             rows,
-            partial(rows_of.read_anchor_rows, data=section, key=section.train_key),
             partial(encode, progress=False),
             rows_of.Sample,
         )

@@ -68,7 +68,7 @@ def load_labelled_texts(recipe: Recipe, known_names: tuple[str, ...] | None, who
     cells, names = [(row.label, row.where) for row in rows], class_names(sources[0], data.label_column)
     is_known = (data.label_names or data.label_columns or names) is not None or problem_type == "regression"
     if whole and not is_known:
-        cells = every_label(sources, data)
+        cells = every_label(whole.readable(range(len(whole))), data)
         notes.append("all labels were read before step 1, to find the classes. data.label_names makes that unnecessary")
     labels = [label for label, _ in cells]
 

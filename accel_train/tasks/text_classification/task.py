@@ -65,7 +65,8 @@ class TextClassification(EncoderTask):
             "loss.class_weights: balanced counts the labels of all rows": recipe.loss.class_weights == "balanced",
             "a new model of n-grams measures all texts": (recipe.model.config or {}).get("model_type") == "ngrams",
         }
-        keep = Kept(recipe, progress, known_names, recipe.model.problem_type, not_in_blocks=reasons)
+        read = partial(labelled.read_text_rows, data=section, key=section.train_key)
+        keep = Kept(recipe, progress, known_names, recipe.model.problem_type, read=read, not_in_blocks=reasons)
         texts = keep.rows(
             lambda: labelled.without_labels(labelled.load_labelled_texts(recipe, known_names, keep.whole)),
             TextRow,
@@ -119,7 +120,6 @@ class TextClassification(EncoderTask):
         found = keep.in_blocks(
             found,
             texts,
-            partial(labelled.read_text_rows, data=section, key=section.train_key),
             partial(labelled.encode_rows, data=section, scheme=scheme, tokenize=partial(encode, progress=False)),
             labelled.Sample,
         )

@@ -109,7 +109,7 @@ def test_the_shards_have_every_document_of_a_source_once_and_in_order(name: str)
         rows = [text.replace("wörd", "世界") for text in ROWS]
     data = WindowData(train=SOURCES[name](name, rows), encoding=ENCODINGS.get(name, "auto"))
     sources = resolve_sources(data.train, data, key="data.train")
-    whole = cut(sources, data)
+    whole = cut(sources, data, list)
     found = [[*map(read_documents, whole.sources_of(number), [data] * 10**6)] for number in range(len(whole))]
     texts = [[document.text for part in shard for document in part] for shard in found]
     assert [text for shard in texts for text in shard] == rows
@@ -130,7 +130,7 @@ def test_one_long_text_is_cut_at_lines_at_words_or_at_characters(sign: str, enco
     path = Path("long.txt")
     path.write_bytes(text.encode(encoding))
     data = WindowData(train=str(path), encoding="auto" if encoding == "utf-16" else encoding)
-    whole = cut(resolve_sources(data.train, data, key="data.train"), data)
+    whole = cut(resolve_sources(data.train, data, key="data.train"), data, list)
     pieces = [next(read_documents(next(whole.sources_of(number)), data)).text for number in range(len(whole))]
     assert "".join(pieces) == text
     assert len(pieces) == -(-len(text.encode(encoding)) // 4096)
@@ -142,7 +142,7 @@ def test_one_long_text_is_cut_at_lines_at_words_or_at_characters(sign: str, enco
 def test_a_row_longer_than_a_shard_is_in_one(name: str, line: str) -> None:
     rows = ["a", line * 20_000, "c", "d" * 5000]
     data = WindowData(train=SOURCES[name](name, rows))
-    whole = cut(resolve_sources(data.train, data, key="data.train"), data)
+    whole = cut(resolve_sources(data.train, data, key="data.train"), data, list)
     found = [
         [each.text for part in whole.sources_of(n) for each in read_documents(part, data)] for n in range(len(whole))
     ]
@@ -156,7 +156,7 @@ def test_a_row_that_begins_at_any_byte_near_the_end_of_a_shard_is_in_one() -> No
     rows = [f"{number:06d}".ljust(50, "x") for number in range(4300)]
     data = WindowData(train=write_rows("a.jsonl", rows))
     assert len(Path("a.jsonl").read_bytes()) == 63 * len(rows)
-    whole = cut(resolve_sources(data.train, data, key="data.train"), data)
+    whole = cut(resolve_sources(data.train, data, key="data.train"), data, list)
     found = [
         each.text for n in range(len(whole)) for part in whole.sources_of(n) for each in read_documents(part, data)
     ]
