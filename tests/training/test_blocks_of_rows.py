@@ -27,7 +27,7 @@ from tests.support.runs import (
     write_rows,
     write_yaml,
 )
-from tests.support.text_tasks import BERT
+from tests.support.text_tasks import BERT, T5
 from tests.training.test_blocks import BATCH, assert_goes_on_after_kills, short_blocks
 
 STEPS = 24
@@ -169,7 +169,7 @@ def test_weighted_rows_in_blocks_keep_their_shares(tmp_path: Path, monkeypatch: 
 
 
 def recorded(folder: Path, task: str, name: str, **sections: Any) -> tuple[Settings, Path]:
-    """A run on 500 labeled texts or pairs in blocks, and the folder where its processes write what they read."""
+    """A run on 500 labeled texts, pairs, or rewrites in blocks, and the folder for what its processes read."""
     generator = random.Random(3)
     rows = [
         {
@@ -182,15 +182,19 @@ def recorded(folder: Path, task: str, name: str, **sections: Any) -> tuple[Setti
     write_rows(str(folder / "rows.jsonl"), rows)
     reads = folder / f"reads {name}"
     reads.mkdir()
-    pairs = {"pair_columns": ["text", "other"]} if task == "RecordedPairs" else {}
-    data = {"train": str(folder / "rows.jsonl"), "order": "blocks", "eval_fraction": 0.05, "max_length": 32, **pairs}
+    columns: dict[str, Settings] = {
+        "RecordedPairs": {"pair_columns": ["text", "other"]},
+        "RecordedRewrites": {"source_column": "text", "target_column": "other"},
+    }
+    data = {"train": str(folder / "rows.jsonl"), "order": "blocks", "eval_fraction": 0.05, "max_length": 32}
+    data |= columns.get(task, {})
     sections["options"] = {"record": str(reads), "shard_bytes": 1024, **sections.pop("options", {})}
     recipe = recipe_dict(
         folder,
         windows=False,
         task=f"tests.support.tasks.recorded_rows:{task}",
         tokenizer="bytes",
-        model={"config": BERT},
+        model={"config": T5 if task == "RecordedRewrites" else BERT},
         schedule={"max_steps": STEPS},
         data=data | sections.pop("data", {}),
         **sections,
@@ -211,7 +215,7 @@ def test_labeled_texts_in_blocks_are_shown_of_some_shards(tmp_path: Path, monkey
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("task", ["RecordedTexts", "RecordedPairs"])
+@pytest.mark.parametrize("task", ["RecordedTexts", "RecordedPairs", "RecordedRewrites"])
 def test_labeled_texts_and_pairs_in_blocks_are_the_same_run_on_1_2_and_4_processes(tmp_path: Path, task: str) -> None:
     lines, samples = {}, {}
     for processes in (1, 2, 4):
@@ -227,7 +231,7 @@ def test_labeled_texts_and_pairs_in_blocks_are_the_same_run_on_1_2_and_4_process
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize("task", ["RecordedTexts", "RecordedPairs"])
+@pytest.mark.parametrize("task", ["RecordedTexts", "RecordedPairs", "RecordedRewrites"])
 def test_killed_and_gone_on_with_2_1_4_processes_labeled_texts_and_pairs_are_the_uninterrupted_run(
     tmp_path: Path, task: str
 ) -> None:

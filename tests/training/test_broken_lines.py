@@ -37,7 +37,17 @@ def of_pairs(folder: Path, name: str, **data: Any) -> Settings:
     return recorded(folder, "RecordedPairs", name, output_dir=str(folder / name), data=data)[0]
 
 
-MADE: dict[str, Any] = {"text": of_text, "prompts": of_prompts, "labels": of_labels, "pairs": of_pairs}
+def of_rewrites(folder: Path, name: str, **data: Any) -> Settings:
+    return recorded(folder, "RecordedRewrites", name, output_dir=str(folder / name), data=data)[0]
+
+
+MADE: dict[str, Any] = {
+    "text": of_text,
+    "prompts": of_prompts,
+    "labels": of_labels,
+    "pairs": of_pairs,
+    "rewrites": of_rewrites,
+}
 
 
 def broken_recipes(folder: Path, kind: str, **data: Any) -> tuple[Settings, Settings, dict[int, int]]:

@@ -5,12 +5,12 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from accel_train.recipe.data import TextData
+from accel_train.recipe.data import BlockData, TextData
 from accel_train.recipe.tasks import TEXT, TaskSpec
 from accel_train.recipe.values import PositiveInt
 
 
-class Seq2SeqData(TextData):
+class Seq2SeqData(TextData, BlockData):
     """Settings of `data` for sequence-to-sequence text generation."""
 
     label_setting: ClassVar[str | None] = "target_column"

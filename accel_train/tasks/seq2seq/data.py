@@ -13,6 +13,7 @@ from accel_train.data.sources import Source, describe, file_kind, files_of
 from accel_train.data.tables import MissingColumn, show_cell, text_cell
 from accel_train.data.text.aligned import read_aligned
 from accel_train.data.text.padding import joined_arrays, padded, padded_inputs
+from accel_train.data.text.shards import Cut
 from accel_train.data.text.tokenizers import parts_to_tokenize, plain_encoder
 from accel_train.recipe.schema import Recipe
 from accel_train.task import Collated
@@ -36,20 +37,21 @@ class Pair(NamedTuple):
     """Index of an evaluation row that a text is generated for. -1 for all other rows."""
 
 
-def load_pairs(recipe: Recipe) -> Divided[TextRow]:
+def load_pairs(recipe: Recipe, whole: Cut | None = None) -> Divided[TextRow]:
     """Return the pairs of `data.train` and `data.eval`: `texts` holds the source, `label` the target or None.
 
-    The source's hash decides the side, so equal sources stay together.
+    The source's hash decides the side, so equal sources stay together. Of training data in shards (`whole`), the first
+    pairs are returned.
 
     Raises:
         ValueError: a row cannot be read, or a cell is not text; the message names file, row and column.
     """
     data = Seq2SeqData.of(recipe.data)
-    return read_both(
-        data,
-        lambda sources, key, notes: read_pairs(sources, data, key=key, notes=notes),
-        is_labelled=data.is_labelled,
-    )
+
+    def read(sources: Sequence[Source], key: str, notes: list[str]) -> list[TextRow]:
+        return read_pairs(whole.sample() if whole and key == data.train_key else sources, data, key=key, notes=notes)
+
+    return read_both(data, read, is_labelled=data.is_labelled)
 
 
 def read_pairs(sources: Sequence[Source], data: Seq2SeqData, *, key: str, notes: list[str]) -> list[TextRow]:

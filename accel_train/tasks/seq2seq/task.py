@@ -44,7 +44,15 @@ from accel_train.tasks.rows import (
     token_counts,
 )
 from accel_train.tasks.seq2seq.config import SPEC, Seq2SeqData
-from accel_train.tasks.seq2seq.data import Pair, arrays_of, collate_pairs, load_pairs, pair_tokenizer, tokenize_pairs
+from accel_train.tasks.seq2seq.data import (
+    Pair,
+    arrays_of,
+    collate_pairs,
+    load_pairs,
+    pair_tokenizer,
+    read_pairs,
+    tokenize_pairs,
+)
 
 NUM_SHOWN = 10
 """Number of generated texts in the report."""
@@ -81,8 +89,13 @@ class Seq2Seq(Task):
         """
         data, section = Seq2SeqData.of(recipe.data), recipe.evaluate.generation
         models.check_model(recipe, SEQ2SEQ)
-        keep = Kept(recipe, progress)
-        texts = keep.rows(partial(load_pairs, recipe), TextRow)
+        reasons = {
+            f"data.{name} is not read in blocks": getattr(data, name) is not None
+            for name in ("target_suffix", "translation_column")
+        }
+        read = partial(read_pairs, data=data, key=data.train_key, notes=[])
+        keep = Kept(recipe, progress, read=read, not_in_blocks=reasons)
+        texts = keep.rows(partial(load_pairs, recipe, keep.whole), TextRow)
         words = (text for row in texts.train for text in (*row.texts, row.label) if text is not None)
         tokenizer, tokenizer_notes = pair_tokenizer(recipe, keep.words(words))
         config = encoder_decoder_config(recipe, tokenizer)
@@ -114,7 +127,7 @@ class Seq2Seq(Task):
         self.bleu_tokenizer, self.label_smoothing = section.bleu_tokenizer, recipe.loss.label_smoothing
         self.metric_names = ("perplexity", "token_accuracy", *(TEXT_SCORES if generated else ()))
         self.mean_lengths = sizes.mean(axis=0).tolist()
-        return TaskData(
+        found = TaskData(
             # The DataLoader reads a list as a map-style dataset.
             train=cast("Dataset[Any]", train),
             eval=cast("Dataset[Any] | None", kept["eval"] or None),
@@ -126,7 +139,6 @@ class Seq2Seq(Task):
                 sources=texts.description,
                 num_train=len(train),
                 num_eval=len(rows),
-                train_targets=int(sizes[:, 1].sum()),
                 others={
                     "max_source_length": lengths[0],
                     "max_target_length": lengths[1],
@@ -141,6 +153,9 @@ class Seq2Seq(Task):
             lengths=sizes.sum(axis=1),
             lengths_vary=True,
         )
+        found = keep.in_blocks(found, texts, partial(encode, generated=(), progress=False), Pair)
+        found.facts.train_targets = round(self.mean_lengths[1] * found.facts.num_train)
+        return found
 
     def build_model(self, recipe: Recipe, data: TaskData) -> nn.Module:
         """Build the recipe's encoder-decoder and add notes about its new weights to the facts of `data`.

@@ -13,21 +13,22 @@ import pyarrow as arrow
 import pytest
 from pyarrow import parquet
 
-from accel_train.core.errors import DataError
+from accel_train.core.errors import DataError, SettingError
 from accel_train.data.text import sharded_rows
 from accel_train.data.text import shards as shards_module
 from accel_train.data.text.sharded_rows import ESTIMATED, ShardedRows
 from accel_train.data.text.tokenizers import BYTE_SEPARATOR_ID
 from accel_train.recipe.schema import Recipe
-from accel_train.task import TaskData
+from accel_train.task import Task, TaskData
 from accel_train.tasks.causal_lm import encoding
 from accel_train.tasks.causal_lm.packing import DOCUMENTS, INPUTS, LABELS, POSITIONS
 from accel_train.tasks.causal_lm.task import CausalLM
 from accel_train.tasks.sentence_embedding.task import SentenceEmbedding
+from accel_train.tasks.seq2seq.task import Seq2Seq
 from accel_train.tasks.text_classification import data as labelled
 from accel_train.tasks.text_classification.task import TextClassification
 from tests.support.runs import TINY_MODEL, Settings, recipe_dict, refused, write_jsonl
-from tests.support.text_tasks import BERT, write_csv
+from tests.support.text_tasks import BERT, T5, write_csv
 from tests.support.wording import raises_golden
 
 CHATML = (
@@ -304,6 +305,12 @@ ROWS: dict[str, Settings] = {
     "missing": {"label_column": "some", "missing_labels": "drop"},
     "anchors": PAIR,
     "scores": {**PAIR, "score_column": "value"},
+    "rewrites": {"source_column": "text", "target_column": "other"},
+}
+TASKS: dict[str, tuple[type[Task], str]] = {
+    "anchors": (SentenceEmbedding, "sentence-embedding"),
+    "scores": (SentenceEmbedding, "sentence-embedding"),
+    "rewrites": (Seq2Seq, "seq2seq"),
 }
 
 
@@ -323,19 +330,16 @@ def write_kind(folder: Path, kind: str, rows: list[Settings]) -> str:
 
 
 def load_rows(folder: Path, train: str, name: str, order: str, **sections: Any) -> TaskData:
-    are_pairs = name in ("anchors", "scores")
-    task, kind = (
-        (SentenceEmbedding(), "sentence-embedding") if are_pairs else (TextClassification(), "text-classification")
-    )
+    task, kind = TASKS.get(name, (TextClassification, "text-classification"))
     settings = dict(ROWS[name])
-    model: Settings = {"config": BERT}
+    model: Settings = {"config": T5 if kind == "seq2seq" else BERT}
     if "problem_type" in settings:
         model["problem_type"] = settings.pop("problem_type")
     data = {"train": train, "order": order, "eval_fraction": 0.05, "max_length": 64, **settings}
     data |= sections.pop("data", {})
     given = {"tokenizer": "bytes", "model": model, **sections}
     recipe = recipe_dict(folder, task=kind, data=data, **given)
-    return task.load_data(Recipe.model_validate(recipe), progress=False)
+    return task().load_data(Recipe.model_validate(recipe), progress=False)
 
 
 def samples_in(rows: Any) -> list[Any]:
@@ -407,6 +411,7 @@ def test_numbers_are_not_classes_of_rows_in_shards(tmp_path: Path, monkeypatch: 
         ("names", {"loss": {"class_weights": "balanced"}}),
         ("names", {"model": {"config": {"model_type": "ngrams"}}}),
         ("anchors", {"data": {"group_column": "value"}}),
+        ("rewrites", {"data": {"group_by_length": True}}),
     ],
 )
 def test_what_needs_all_rows_before_step_1_is_refused_in_blocks_and_chosen_against_by_auto(
@@ -417,3 +422,11 @@ def test_what_needs_all_rows_before_step_1_is_refused_in_blocks_and_chosen_again
     monkeypatch.setattr(sharded_rows, "ROWS_AT_ONCE_UP_TO_BYTES", 1)
     assert load_rows(tmp_path, train, name, "auto", **deepcopy(sections)).shards is None
     assert load_rows(tmp_path, train, name, "auto").shards is not None
+
+
+@pytest.mark.parametrize("setting", ["target_suffix", "translation_column"])
+def test_aligned_lines_and_columns_of_translations_are_refused_in_blocks(tmp_path: Path, setting: str) -> None:
+    train = write_kind(tmp_path, "jsonl", TEXTS)
+    with pytest.raises(SettingError, match=setting) as caught:
+        load_rows(tmp_path, train, "rewrites", "blocks", data={setting: "other"})
+    assert caught.value.settings == ("data.order",)

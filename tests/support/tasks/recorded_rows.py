@@ -1,4 +1,4 @@
-"""Tasks of text rows that record what they read: labeled texts and pairs, which may be in shards."""
+"""Tasks of text rows that record what they read: labeled texts, pairs, and rewrites, which may be in shards."""
 
 import os
 import signal
@@ -11,6 +11,7 @@ from accel_train.data.text import shards
 from accel_train.recipe.schema import Recipe
 from accel_train.task import Task, TaskData
 from accel_train.tasks.sentence_embedding.task import SentenceEmbedding
+from accel_train.tasks.seq2seq.task import Seq2Seq
 from accel_train.tasks.text_classification.task import TextClassification
 from tests.support.tasks.probe import RANK, RecordingDataset
 
@@ -52,3 +53,9 @@ class RecordedPairs(_Recorded, SentenceEmbedding):
     """Pairs of texts, with a loss over the global batch."""
 
     spec = SentenceEmbedding.spec
+
+
+class RecordedRewrites(_Recorded, Seq2Seq):
+    """Pairs of a text and another text to write from it."""
+
+    spec = Seq2Seq.spec
