@@ -214,6 +214,23 @@ def test_clean_texts_have_no_finding(tmp_path: Path) -> None:
     assert of_texts(tmp_path, lambda train, held, data: None).findings == []
 
 
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_rare_class_is_not_missing_because_only_some_samples_are_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_there: bool
+) -> None:
+    monkeypatch.setattr(units, "MOST_TEXTS", 40)
+
+    def rare(train: Rows, held: Rows, data: Settings) -> None:
+        data["label_names"] = [*VOCABULARY, "salt"]
+        if is_there:
+            train[1]["label"] = "salt"
+
+    look = of_texts(tmp_path, rare)
+    assert len(look.train) == 40
+    found = [each for each in look.findings if each.kind == "missing_class"]
+    assert [each.examples for each in found] == ([] if is_there else [("salt",)])
+
+
 def images_of(count: int, seed: int) -> list[np.ndarray[Any, Any]]:
     draw = np.random.default_rng(seed)
     return [draw.integers(0, 256, (SIDE, SIDE, 3), np.uint8) for _ in range(count)]

@@ -1,10 +1,12 @@
 """Broken lines of jsonl within `data.max_broken`: left out of text and rows, named by their byte, counted once."""
 
+import json
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+from datasets import Dataset
 
 from accel_train import train
 from accel_train.core.errors import SettingError
@@ -161,15 +163,19 @@ def test_a_broken_line_of_the_evaluation_data_stops_the_run(tmp_path: Path) -> N
 )
 def test_what_needs_all_rows_before_training_is_refused_by_name(tmp_path: Path, kind: str, data: Settings) -> None:
     section, _, _ = broken_recipes(tmp_path, kind, **data)
-    with pytest.raises(SettingError, match=next(iter(data))) as caught:
+    with pytest.raises(SettingError, match=f"data.{next(iter(data))}") as caught:
         train(section)
     assert caught.value.settings == ("data.max_broken",)
 
 
-def test_other_files_than_jsonl_are_refused_by_name(tmp_path: Path) -> None:
+@pytest.mark.parametrize("other", ["rows.csv", "saved", "array.json"])
+def test_other_data_than_lines_of_jsonl_is_refused_by_name(tmp_path: Path, other: str) -> None:
+    rows = [{"prompt": "a", "completion": "b"}] * 9
     (tmp_path / "rows.csv").write_text("prompt,completion\n" + "a,b\n" * 9)
+    (tmp_path / "array.json").write_text(json.dumps(rows))
+    Dataset.from_list(rows).save_to_disk(str(tmp_path / "saved"))
     section, _, _ = broken_recipes(tmp_path, "prompts")
-    section["data"]["train"] = [section["data"]["train"], str(tmp_path / "rows.csv")]
+    section["data"]["train"] = [section["data"]["train"], str(tmp_path / other)]
     with pytest.raises(SettingError, match="lines of jsonl") as caught:
         train(section)
     assert caught.value.settings == ("data.max_broken",)

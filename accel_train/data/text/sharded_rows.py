@@ -139,7 +139,8 @@ def choose_blocks(
         SettingError: `data.order` is blocks, or `data.max_broken` is set, and a reason holds.
     """
     most, files = data.max_broken if data.is_for_training else 0, files_of(sources)
-    are_lines = files and all(file_kind(file) == "jsonl" and has_parts(encoding_of(file, data)) for file in files)
+    are_lines = all(source.files for source in sources)
+    are_lines &= not most or all(file_kind(file) == "jsonl" and has_parts(encoding_of(file, data)) for file in files)
     reasons = {
         "it is for lines of jsonl, in UTF-8, UTF-16, or an encoding of one byte": most > 0 and not are_lines,
         f"data.last_batch is {data.last_batch}": data.last_batch != "carry",
@@ -149,7 +150,8 @@ def choose_blocks(
     reason = next((why for why, holds in reasons.items() if holds), None)
     if most:
         if reason or data.order == "shuffled":
-            raise setting_error("data.max_broken", most, f"{reason or 'data.order is shuffled'}. Repair the lines")
+            remedy = f"{reason}. Leave it out, and repair the lines"
+            raise setting_error("data.max_broken", most, remedy if reason else "it needs data.order: blocks. Set that")
         why = "data.max_broken leaves out lines when they are read"
         return True, [f"data.order: blocks, because {why}"] if data.order == "auto" else []
     if data.order != "auto":

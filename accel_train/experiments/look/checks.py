@@ -10,7 +10,7 @@ import torch
 
 from accel_train.data.labels import class_doubts
 from accel_train.experiments.look.units import Unit, Units, near_pairs
-from accel_train.task import Collated
+from accel_train.task import Collated, TaskData
 
 KINDS = {
     "teaches_nothing": "{} of the first {} steps have no target, so they teach nothing. Check labels and masks",
@@ -101,16 +101,17 @@ class Finding:
 
 
 def find(
-    train: Units, held: Units, names: Sequence[str], of_steps: Iterable[Finding], too_few: Sequence[str]
+    train: Units, held: Units, data: TaskData, of_steps: Iterable[Finding], too_few: Sequence[str]
 ) -> list[Finding]:
     """Return the findings about training samples, evaluation samples, and steps, the most harmful first.
 
     `too_few` are the run's sentences on too few samples that are held out.
     """
+    names = data.facts.label_names or ()
     found = chain(
         _of_samples([*train, *held]),
         _repeated(train, held),
-        _of_classes(train, held, names),
+        _of_classes(train, held, names, data),
         [Finding("few_held_out", len(held) if too_few else 0, len(train) + len(held), (*too_few,))],
         [_finding("swapped_labels", list(_swapped(train)), len(train))],
         of_steps,
@@ -144,12 +145,15 @@ def _repeated(train: Units, held: Units) -> Iterator[Finding]:
     yield _finding("near_leak", [both[number] for number in leaks], len(held))
 
 
-def _of_classes(train: Units, held: Units, names: Sequence[str]) -> Iterator[Finding]:
+def _of_classes(train: Units, held: Units, names: Sequence[str], data: TaskData) -> Iterator[Finding]:
     counts, others = (Counter(chain.from_iterable(unit.classes for unit in side)) for side in (train, held))
-    missing = [name for number, name in enumerate(names) if not counts[number]]
     # A sentence need not have every tag.
     if not counts or all(unit.label is None and unit.length for unit in train):
         return
+    known = data.facts.num_train_of_label
+    # Rare classes may be absent from the units of a large set, and from the shards that are read.
+    is_whole = data.shards is None and (known or len(train) >= (data.facts.num_train or 0))
+    missing = [name for number, name in enumerate(names) if is_whole and not known.get(name, counts[number])]
     yield Finding("missing_class", len(missing), len(names), tuple(missing[:MOST_EXAMPLES]))
     if all(unit.label is None for unit in train):
         return

@@ -118,7 +118,7 @@ def look_at(recipe: Recipe, *, progress: bool = False) -> Look:
     if data.shards and (lines := [*data.shards.broken]):
         most = data.shards.shards.cut.data.max_broken
         of_lines = [Finding("broken", len(lines), most, tuple(lines[:MOST_EXAMPLES]))]
-    findings = find(train, held, data.facts.label_names or (), [*of_steps, *of_lines], too_few)
+    findings = find(train, held, data, [*of_steps, *of_lines], too_few)
     broken = [each for each in findings if each.kind == "unreadable" and each.count <= data.max_broken]
     # Broken evaluation samples are never allowed.
     if broken and not any("unreadable" in unit.problems for unit in held):
