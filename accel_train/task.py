@@ -247,9 +247,7 @@ class Task(ABC):
     counted: "Counted | None" = None
     """Numbers that `loss_sum` counts in a step in addition to the loss."""
     counts_sources: ClassVar[bool] = False
-    """Whether `loss_sum` adds the losses of the sources of a mixture, and their numbers of targets, to `counted`. A
-    batch then has `sources`: the number of the source of each label.
-    """
+    """Whether `loss_sum` adds the losses of the sources of a mixture, and their numbers of targets, to `counted`."""
     loss_is_per_batch: bool | None = None
     """Whether a loss that is not a mean over samples is accepted. None: the loss is a sum by construction, and is not
     tried before the first step.

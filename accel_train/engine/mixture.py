@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from accel_train.buckets.files import local_files
 from accel_train.core.errors import SettingError
@@ -20,6 +21,7 @@ from accel_train.data.samples import fetch
 from accel_train.data.text.kept import Rows
 from accel_train.engine.block_order import block_orders
 from accel_train.engine.mixed_order import MixedOrder, MixedSource
+from accel_train.engine.step import Counted
 from accel_train.recipe.data import Data
 from accel_train.recipe.schema import Recipe
 from accel_train.task import Collate, Collated, TaskData
@@ -121,24 +123,41 @@ def _share(shares: Sequence[int], number: int) -> float:
     return 100 * shares[number] / max(sum(shares), 1)
 
 
+class SourceCounts(Counted):
+    """Losses of the sources of a mixture, and their numbers of targets."""
+
+    sources: Tensor | None = None
+    """Number of the source of each label of the micro-batch, (N, T), or of each sample, (N,)."""
+
+
 class WithSources:
     """Samples with the number of the source of each, for `collate_with_sources`."""
 
     def __init__(self, dataset: Any, order: MixedOrder) -> None:
         self.dataset, self.num_samples = dataset, order.num_samples
-        # The samples of the sources follow each other.
+        # The samples of the sources follow each other, except images of the same classes.
         self.starts = [int(source.samples[0]) for source in order.sources]
+        self.owners: NDArray[np.int16] | None = None
+        if not all(isinstance(source.samples, range) for source in order.sources):
+            self.owners = np.empty(order.num_samples, np.int16)
+            for number, source in enumerate(order.sources):
+                self.owners[source.samples] = number
 
     def __getitems__(self, numbers: list[int]) -> Sequence[Any]:
-        sources = [bisect_right(self.starts, number % self.num_samples) - 1 for number in numbers]
-        return [sources, fetch(self.dataset, numbers)]
+        places = [number % self.num_samples for number in numbers]
+        if self.owners is not None:
+            return [self.owners[places].tolist(), fetch(self.dataset, numbers)]
+        return [[bisect_right(self.starts, place) - 1 for place in places], fetch(self.dataset, numbers)]
 
 
 def collate_with_sources(collate: Collate, found: Sequence[Any]) -> Collated:
-    """Return the micro-batch of samples of `WithSources`, with the number of the source of each label."""
+    """Return the micro-batch of samples of `WithSources`, with the number of the source of each label, or sample."""
     sources, samples = found
     batch = collate(samples)
-    batch[SOURCES] = torch.tensor(sources)[:, None].expand_as(batch["labels"]).contiguous()
+    labels, numbers = batch.get("labels"), torch.tensor(sources)
+    if labels is not None and labels.ndim == 2:
+        numbers = numbers[:, None].expand_as(labels).contiguous()
+    batch[SOURCES] = numbers
     return batch
 
 

@@ -31,11 +31,21 @@ class TrainingModule(nn.Module):
         to the mixed precision.
         """
         if wanted == "loss":
-            return checked_loss(self.task.loss_sum(self.model, batch))
+            return self._loss(batch)
         if wanted == "part":
             return self.task.global_part(self.model, batch)  # type: ignore[attr-defined]
         compute = self.task.evaluate_batch if wanted == "counts" else self.task.predict_batch
         return compute(self.model, batch)
+
+    def _loss(self, batch: Batch) -> Tensor:
+        if "sources" not in batch:
+            return checked_loss(self.task.loss_sum(self.model, batch))
+        # Apart from the batch, whose tensors a task may give to its model.
+        counted: Any = self.task.counted
+        counted.sources = batch["sources"]
+        loss = self.task.loss_sum(self.model, {name: batch[name] for name in batch if name != "sources"})
+        counted.sources = None
+        return checked_loss(loss)
 
 
 def checked_loss(loss: Any) -> Tensor:

@@ -22,9 +22,9 @@ from accel_train.data.digest import digest_of_code
 from accel_train.engine.compilation import Machine, choose_compile, spare_bytes, with_compile
 from accel_train.engine.loader import choose_reading
 from accel_train.engine.mixed_order import MixedOrder
+from accel_train.engine.mixture import SourceCounts
 from accel_train.engine.resolve import check_recipe, resolve_run
 from accel_train.engine.run import Extensions, RunContext, RunPlan
-from accel_train.engine.step import Counted
 from accel_train.model.kernels.frozen import choose_frozen_dtype
 from accel_train.observe.goodput import LaunchClock
 from accel_train.observe.run_folder import SUMMARY_FILE
@@ -250,8 +250,8 @@ def plan_run(
     check_agreement(recipe, data, accelerator.num_processes)
     data = in_slices(data, strategy.dims)
     steps, order, rate = resolve_run(recipe, data, sizes, extensions.epoch_order)
-    if isinstance(order, MixedOrder) and task.counts_sources:
-        task.counted = Counted(2 * len(order.sources))
+    if isinstance(order, MixedOrder) and task.counts_sources and not data.max_broken:
+        task.counted = SourceCounts(2 * len(order.sources))
     context = extensions.reading.get("multiprocessing_context")
     method = context if context is None or isinstance(context, str) else context.get_start_method()
     reading, reading_choices = choose_reading(recipe.data, data, accelerator, method)

@@ -9,17 +9,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import nn
 from transformers import AutoModelForCausalLM
 
 from accel_train import train
 from accel_train.data.text.corpus import prepare_text
 from accel_train.engine.mixed_order import MixedOrder, MixedSource
+from accel_train.engine.mixture import WithSources
 from accel_train.engine.resolve import check_recipe
 from accel_train.plan.plan import resolve_plan
 from accel_train.recipe.loader import Recipe
 from accel_train.report.charts import describe_charts
 from accel_train.report.run import load_run
 from accel_train.task import load_task
+from accel_train.tasks.text_classification.task import TextClassification
+from tests.support.annotated_images import recipe_of_annotated, write_folder
 from tests.support.every_task import CASES, recipe_of
 from tests.support.processes import run_forked
 from tests.support.runs import (
@@ -34,6 +38,7 @@ from tests.support.runs import (
     write_rows,
     write_yaml,
 )
+from tests.support.tars import recipe_of_images, write_class_folders
 from tests.support.wording import assert_golden
 
 BATCH, LENGTH, STEPS = 12, 32, 30
@@ -125,11 +130,28 @@ def test_the_loss_of_each_source_is_that_of_its_windows(tmp_path: Path, chunked:
             assert line[f"{name}/epoch"] == pytest.approx(drawn / sizes_of(recipe)[number], abs=1e-6)
 
 
-@pytest.mark.parametrize("case", ["masked-lm", "seq2seq"])
+IMAGES = {"one": range(12), "two": range(12, 24)}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        *("masked-lm", "seq2seq", "text-classification", "token-classification", "multiple-choice"),
+        *("question-answering", "image-classification", "semantic-segmentation"),
+    ],
+)
 def test_the_loss_of_a_source_that_has_a_step_alone_is_that_of_the_step(tmp_path: Path, case: str) -> None:
     weights: list[dict[int, int]] = [{0: 1, 2: 0, 4: 1}, {0: 0, 2: 1}]
-    recipe = recipe_of(case, tmp_path / "one", schedule={"max_steps": 6}, log={"every_steps": 1})
-    names = [recipe_of(case, tmp_path / name)["data"]["train"] for name in ("one", "two")]
+    short: Settings = {"schedule": {"max_steps": 6}, "log": {"every_steps": 1}}
+    if case == "image-classification":
+        names = [str(write_class_folders(tmp_path / name)) for name in ("one", "two")]
+        recipe = recipe_of_images(tmp_path, "of images", names[0], **short)
+    elif case == "semantic-segmentation":
+        names = [str(write_folder(case, tmp_path / name, numbers)) for name, numbers in IMAGES.items()]
+        recipe = recipe_of_annotated(case, tmp_path / "of masks", names[0], batch=4, **short)
+    else:
+        recipe = recipe_of(case, tmp_path / "one", **short)
+        names = [recipe_of(case, tmp_path / name)["data"]["train"] for name in ("one", "two")]
     recipe["data"]["train"] = [
         {"source": path, "weight": weight, "name": name} for path, weight, name in zip(names, weights, ("one", "two"))
     ]
@@ -319,3 +341,35 @@ def test_packed_rows_of_a_mixture_are_of_one_source_each(tmp_path: Path, packs: 
         32 * LENGTH,
     ]
     assert {"web/loss", "code/loss"} <= line.keys()
+
+
+class OwnLoss(TextClassification):
+    """A loss that gives the model all of a batch."""
+
+    spec = TextClassification.spec
+
+    def loss_sum(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        assert batch.keys() == {"input_ids", "attention_mask", "labels"}
+        loss: torch.Tensor = model(**batch).loss
+        return loss * len(batch["labels"])
+
+
+def test_a_task_with_a_loss_of_its_own_gets_no_sources(tmp_path: Path) -> None:
+    recipe = recipe_of("text-classification", tmp_path / "one", schedule={"max_steps": 2})
+    other = recipe_of("text-classification", tmp_path / "two")["data"]["train"]
+    recipe["data"]["train"] = [
+        {"source": name, "weight": 1, "name": called}
+        for called, name in (("one", recipe["data"]["train"]), ("two", other))
+    ]
+    recipe["task"] = "tests.training.test_mixture:OwnLoss"
+    train(recipe)
+    last = metrics(Path(recipe["output_dir"]))[-1]
+    assert last["one/samples"] == last["two/samples"] == 8
+    assert "one/loss" not in last
+
+
+def test_samples_have_the_numbers_of_their_sources_also_where_those_lie_within_each_other() -> None:
+    places = [np.array([0, 2, 5]), np.array([1, 3, 4])]
+    sources = tuple(MixedSource(name, each, {0: 1}, None) for name, each in zip(("data", "data/part"), places))
+    reader = WithSources([*"abcdef" * 2], MixedOrder(6, 2, 0, sources=sources))
+    assert reader.__getitems__([*range(6, 12), 2]) == [[0, 1, 0, 1, 1, 0, 0], [*"abcdefc"]]

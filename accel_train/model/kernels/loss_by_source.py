@@ -1,12 +1,12 @@
 """The training loss of each source of a mixture, added up where the loss is computed."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
 
 from accel_train.data.labels import IGNORED_LABEL
-from accel_train.task import Batch
 
 
 class LossBySource(NamedTuple):
@@ -33,10 +33,32 @@ class LossBySource(NamedTuple):
         self.sums.index_add_(0, self.sources[part], losses.detach().float())
 
 
-def loss_by_source(model: nn.Module, batch: Batch, counted: Any) -> LossBySource | None:
+def loss_by_source(model: nn.Module, labels: Tensor, counted: Any) -> LossBySource | None:
     """Return the sums of a micro-batch of a mixture in training, which `counted` adds to the step's. None otherwise."""
-    if "sources" not in batch or not model.training or counted is None:
+    if (sources := getattr(counted, "sources", None)) is None or not model.training:
         return None
-    found = LossBySource.of(batch["sources"], batch["labels"], counted.size)
+    found = LossBySource.of(sources, labels, counted.size)
     counted.add(found.sums)
     return found
+
+
+@torch.no_grad()
+def count_losses(
+    model: nn.Module,
+    counted: Any,
+    loss_sum: Callable[..., Tensor],
+    *tensors: Tensor,
+    ignored: int | None = None,
+) -> None:
+    """Add the losses of the sources of a mixture in training, and their numbers of targets, to `counted`.
+
+    `loss_sum` returns the loss of a batch from `tensors`, (N, ...) each, as a sum over samples. A sample has one
+    target, or those of the last tensor that are not `ignored`.
+    """
+    if (numbers := getattr(counted, "sources", None)) is None or not model.training:
+        return
+    losses = torch.vmap(lambda *one: loss_sum(*(each[None] for each in one)))(*(each.detach() for each in tensors))
+    sources = numbers.view(len(losses), -1)[:, 0]
+    sums = torch.zeros(counted.size, device=losses.device).index_add_(0, sources, losses.float())
+    targets = torch.ones_like(losses) if ignored is None else (tensors[-1] != ignored).flatten(1).sum(1)
+    counted.add(sums.index_add_(0, sources + counted.size // 2, targets.float()))

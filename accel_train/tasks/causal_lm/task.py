@@ -220,7 +220,7 @@ class CausalLM(Task):
         labels = batch["labels"]
         smoothing, z_loss = (self.label_smoothing, self.z_loss) if model.training else (0.0, 0.0)
         head = self.head_for_chunks(model, labels.numel())
-        by_source = loss_by_source(model, batch, self.counted)
+        by_source = loss_by_source(model, labels, self.counted)
         if head is None:
             return summed_loss(next_token_logits(model, batch, self.compiled), labels, smoothing, z_loss, by_source)
         hidden = hidden_states(model, batch, self.compiled)

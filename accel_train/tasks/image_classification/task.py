@@ -17,6 +17,7 @@ from accel_train.data.images.images import evenly_spaced, text_digest
 from accel_train.data.images.labelled import ImageRows, ImageSets
 from accel_train.metrics import METRICS, fits, load_metric, tally
 from accel_train.metrics.scores import auroc_from_histogram, classification_scores
+from accel_train.model.kernels.loss_by_source import count_losses
 from accel_train.recipe.data import Augment
 from accel_train.recipe.schema import Recipe
 from accel_train.task import Batch, Scores, TaskData, Tensors, Totals
@@ -42,6 +43,7 @@ class ImageClassification(VisionTask):
     """Train ResNets, vision transformers, and similar models from random or pretrained weights."""
 
     spec = SPEC
+    counts_sources = True
 
     factory, models = AutoModelForImageClassification, MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING
     purpose, predicts_pixels = "image classification", False
@@ -103,7 +105,9 @@ print(model.config.id2label[int(scores.argmax())], scores.max().item())"""
         """Return the fp32 cross-entropy summed over images. Training adds smoothing, weights, and mixed labels."""
         logits = image_logits(model, batch["pixel_values"])
         labels = batch["labels"] if "labels" in batch else batch["soft_labels"]
-        return self.loss(logits, labels, training=model.training)
+        loss_sum = partial(self.loss, training=model.training)
+        count_losses(model, self.counted, loss_sum, logits, labels)
+        return loss_sum(logits, labels)
 
     def evaluate_batch(self, model: nn.Module, batch: Batch) -> Tensors:
         """Return the summed loss, the confusion matrix, and counts for further metrics and test-time augmentation."""

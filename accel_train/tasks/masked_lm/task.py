@@ -154,8 +154,8 @@ class MaskedLM(Task):
     def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
         """Return the fp32 cross-entropy summed over masked tokens, with `loss.label_smoothing` in training."""
         smoothing = self.label_smoothing if model.training else 0.0
-        by_source = loss_by_source(model, batch, self.counted)
-        logits = logits_of(model, batch, ("labels", "sources"))
+        by_source = loss_by_source(model, batch["labels"], self.counted)
+        logits = logits_of(model, batch)
         return summed_loss(logits, batch["labels"], smoothing, by_source=by_source)
 
     def flops_per_target(self, recipe: Recipe, model: nn.Module) -> float | None:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from accel_train.core.model_card import FOLDER, Use
 from accel_train.data.labels import IGNORED_LABEL
 from accel_train.metrics import tally
+from accel_train.model.kernels.loss_by_source import count_losses
 from accel_train.recipe.schema import Recipe
 from accel_train.task import Batch, Columns, Facts, Scores, TaskData, Tensors, Totals
 from accel_train.tasks.common import classification
@@ -51,6 +52,7 @@ class MultipleChoice(EncoderTask):
     """Fine-tune any multiple-choice model of transformers, or train one from a configuration."""
 
     spec = SPEC
+    counts_sources = True
     head = models.CHOICES
 
     def load_data(self, recipe: Recipe, *, progress: bool) -> TaskData:
@@ -103,7 +105,9 @@ class MultipleChoice(EncoderTask):
 
     def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
         """Return the fp32 cross-entropy of the right ending, summed over texts. Training applies label smoothing."""
-        return self.loss(logits_of(model, batch), batch["labels"], training=model.training)
+        logits, loss_sum = logits_of(model, batch), partial(self.loss, training=model.training)
+        count_losses(model, self.counted, loss_sum, logits, batch["labels"])
+        return loss_sum(logits, batch["labels"])
 
     def evaluate_batch(self, model: nn.Module, batch: Batch) -> Tensors:
         """Return the summed loss without smoothing, and the confusion matrix of positions."""

@@ -16,6 +16,7 @@ from accel_train.data.text.kept import Values
 from accel_train.data.text.padding import joined_arrays, samples_digest
 from accel_train.data.text.rows_cache import contents_of
 from accel_train.metrics.texts import answer_scores
+from accel_train.model.kernels.loss_by_source import count_losses
 from accel_train.recipe.schema import Recipe
 from accel_train.task import Batch, Columns, Facts, Scores, TaskData, Tensors, Totals
 from accel_train.tasks.common import text_models as models
@@ -43,6 +44,7 @@ first = max(answer, key=lambda place: found.start_logits[0, place])
 last = max(answer[answer.index(first) :], key=lambda place: found.end_logits[0, place])
 print(context[letters[first, 0] : letters[last, 1]])
 """
+_PLACES = ("start_positions", "end_positions", "attention_mask")
 # Field in the configuration of a model that has learned to return no answer.
 _MAY_BE_UNANSWERED = "may_be_unanswered"
 
@@ -58,6 +60,7 @@ class QuestionAnswering(EncoderTask):
     """
 
     spec = SPEC
+    counts_sources = True
     head = models.ANSWERS
 
     def load_data(self, recipe: Recipe, *, progress: bool) -> TaskData:
@@ -159,14 +162,10 @@ class QuestionAnswering(EncoderTask):
         Padding is excluded from the softmax, unlike in the models' own loss, so the rest of the batch has no effect.
         """
         smoothing = self.label_smoothing if model.training else 0.0
-        return self._loss_sum(self._logits(model, batch), batch, smoothing)
-
-    def _loss_sum(self, logits: tuple[Tensor, Tensor], batch: Batch, smoothing: float) -> Tensor:
-        first, last = (
-            position_loss_sum(places, batch[name], batch["attention_mask"], smoothing)
-            for places, name in zip(logits, ("start_positions", "end_positions"))
-        )
-        return (first + last) / 2
+        tensors = (*self._logits(model, batch), *map(batch.__getitem__, _PLACES))
+        loss_sum = partial(_loss_sum, smoothing=smoothing)
+        count_losses(model, self.counted, loss_sum, *tensors)
+        return loss_sum(*tensors)
 
     def _logits(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the fp32 logits (W, T) of the first token and of the last token."""
@@ -178,7 +177,7 @@ class QuestionAnswering(EncoderTask):
         """Return the summed loss without smoothing, and the likeliest answers per question: positions and scores."""
         logits = self._logits(model, batch)
         found = {f"rows_{name}": value for name, value in self._best(logits, batch).items()}
-        return {"loss_sum": self._loss_sum(logits, batch, 0.0), **found}
+        return {"loss_sum": _loss_sum(*logits, *(batch[name] for name in _PLACES), smoothing=0.0), **found}
 
     def _best(self, logits: tuple[Tensor, Tensor], batch: Batch) -> Tensors:
         return best_spans(*logits, batch, num_best=NUM_BEST, max_answer_length=self.max_answer_length)
@@ -270,3 +269,8 @@ def _fingerprint(train: list[questions.Window], evaluation: Sequence[tuple[quest
         arrays += joined_arrays([window.ids for window in side])
         arrays.append(np.array([(*window.context, *window.answer) for window in side]))
     return samples_digest(("question-answering",), [*arrays, np.array([*map(len, evaluation)])])
+
+
+def _loss_sum(first: Tensor, last: Tensor, starts: Tensor, ends: Tensor, mask: Tensor, *, smoothing: float) -> Tensor:
+    sums = (position_loss_sum(*each, mask, smoothing) for each in ((first, starts), (last, ends)))
+    return sum(sums, first.new_zeros(())) / 2

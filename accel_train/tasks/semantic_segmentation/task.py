@@ -13,6 +13,7 @@ from accel_train.data.images.labelled import try_samples
 from accel_train.data.images.preprocessing import Size
 from accel_train.metrics.scores import segmentation_scores
 from accel_train.metrics.tally import confusion_counts
+from accel_train.model.kernels.loss_by_source import count_losses
 from accel_train.recipe.schema import Recipe
 from accel_train.task import Batch, Scores, TaskData, Tensors, Totals
 from accel_train.tasks.common.classification import ClassLoss, resolve_class_weights
@@ -28,6 +29,7 @@ class SemanticSegmentation(VisionTask):
     """Train SegFormer, UPerNet, MobileNet, and similar models from random or pretrained weights."""
 
     spec = SPEC
+    counts_sources = True
 
     factory, models = AutoModelForSemanticSegmentation, MODEL_FOR_SEMANTIC_SEGMENTATION_MAPPING
     purpose, predicts_pixels = "semantic segmentation", True
@@ -84,7 +86,9 @@ print(mask.shape, mask.unique())"""
         Training adds smoothing and class weights.
         """
         logits = at_label_size(image_logits(model, batch["pixel_values"]), batch)
-        return self.loss(logits, batch["labels"].long(), training=model.training)
+        labels, loss_sum = batch["labels"].long(), partial(self.loss, training=model.training)
+        count_losses(model, self.counted, loss_sum, logits, labels, ignored=self.loss.ignore_index)
+        return loss_sum(logits, labels)
 
     def evaluate_batch(self, model: nn.Module, batch: Batch) -> Tensors:
         """Return the summed loss and the confusion matrix of pixels, at the size of the masks.

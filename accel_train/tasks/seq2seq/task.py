@@ -171,7 +171,7 @@ class Seq2Seq(Task):
     def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
         """Return the fp32 cross-entropy summed over target tokens, with `loss.label_smoothing` in training."""
         smoothing = self.label_smoothing if model.training else 0.0
-        by_source = loss_by_source(model, batch, self.counted)
+        by_source = loss_by_source(model, batch["labels"], self.counted)
         return summed_loss(decoder_logits(model, batch), batch["labels"], smoothing, by_source=by_source)
 
     def flops_per_target(self, recipe: Recipe, model: nn.Module) -> float | None:

@@ -13,6 +13,7 @@ from accel_train.core.model_card import FOLDER, Use
 from accel_train.core.state import JsonRecord
 from accel_train.metrics import METRICS, tally
 from accel_train.metrics.scores import auroc_from_histogram, classification_scores, multilabel_scores, regression_scores
+from accel_train.model.kernels.loss_by_source import count_losses
 from accel_train.model.ngrams import NgramsForSequenceClassification
 from accel_train.recipe.schema import Recipe
 from accel_train.task import Batch, Facts, Scores, TaskData, Tensors, Totals, Training
@@ -49,6 +50,7 @@ class TextClassification(EncoderTask):
     """Fine-tune any sequence classifier of transformers, or train one from a configuration."""
 
     spec = SPEC
+    counts_sources = True
     head = models.SEQUENCES
 
     def load_data(self, recipe: Recipe, *, progress: bool) -> TaskData:
@@ -151,7 +153,9 @@ class TextClassification(EncoderTask):
 
         Training adds label smoothing and class weights.
         """
-        return self._loss_sum(logits_of(model, batch), batch["labels"], training=model.training)
+        logits, loss_sum = logits_of(model, batch), partial(self._loss_sum, training=model.training)
+        count_losses(model, self.counted, loss_sum, logits, batch["labels"])
+        return loss_sum(logits, batch["labels"])
 
     def evaluate_batch(self, model: nn.Module, batch: Batch) -> Tensors:
         """Return the summed loss without smoothing, and counts for the scores, or rows if a metric needs them."""

@@ -16,6 +16,7 @@ from accel_train.data.text.spans import spans_of
 from accel_train.metrics import tally
 from accel_train.metrics.entities import entity_counts, entity_tags
 from accel_train.metrics.scores import classification_scores, entity_scores
+from accel_train.model.kernels.loss_by_source import count_losses
 from accel_train.recipe.schema import Recipe
 from accel_train.task import Batch, Columns, Facts, Scores, TaskData, Tensors, Totals
 from accel_train.tasks.common import classification
@@ -42,6 +43,7 @@ class TokenClassification(EncoderTask):
     """
 
     spec = SPEC
+    counts_sources = True
     head = models.TOKENS
 
     def load_data(self, recipe: Recipe, *, progress: bool) -> TaskData:
@@ -111,7 +113,13 @@ class TokenClassification(EncoderTask):
 
     def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
         """Return the fp32 cross-entropy summed over words. Training adds label smoothing and class weights."""
-        return self.loss(word_logits(model, batch).flatten(0, 1), batch["labels"].flatten(), training=model.training)
+
+        def loss_sum(logits: Tensor, labels: Tensor) -> Tensor:
+            return self.loss(logits.flatten(0, 1), labels.flatten(), training=model.training)
+
+        logits, labels = word_logits(model, batch), batch["labels"]
+        count_losses(model, self.counted, loss_sum, logits, labels, ignored=IGNORED_LABEL)
+        return loss_sum(logits, labels)
 
     def flops_per_target(self, recipe: Recipe, model: nn.Module) -> float | None:
         """Return 3 x the FLOPs per word of the forward pass of a mean-length sentence, without padding."""
