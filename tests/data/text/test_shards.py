@@ -21,6 +21,7 @@ from pyarrow import parquet
 
 from accel_train.core.errors import DataError
 from accel_train.data.sources import resolve_sources
+from accel_train.data.text import encode as encode_module
 from accel_train.data.text import shards as shards_module
 from accel_train.data.text.corpus import TextCorpus, prepare_text
 from accel_train.data.text.documents import read_documents
@@ -315,7 +316,12 @@ def test_a_hundred_kills_leave_no_half_shard_and_the_next_process_takes_over(tex
 
             return called
 
-        for owner, name in ((os, "replace"), (shards_module, "sync"), (shards_module, "texts_of"), (Path, "unlink")):
+        for owner, name in (
+            (os, "replace"),
+            (shards_module, "sync"),
+            (encode_module, "read_documents"),
+            (Path, "unlink"),
+        ):
             setattr(owner, name, dying(getattr(owner, name)))
         shards_module.ShardWriter.write = dying(shards_module.ShardWriter.write)  # type: ignore[method-assign]
         shards.make_all(missing)
@@ -329,6 +335,7 @@ def test_a_hundred_kills_leave_no_half_shard_and_the_next_process_takes_over(tex
                 worker.start()
             for worker in workers:
                 worker.join()
+                assert worker.exitcode in (0, -signal.SIGKILL)
                 kills += worker.exitcode == -signal.SIGKILL
             left = [*shards.folder.rglob("*.building")]
             half_done += len(left)
