@@ -247,7 +247,9 @@ class Task(ABC):
     counted: "Counted | None" = None
     """Numbers that `loss_sum` counts in a step in addition to the loss."""
     counts_sources: ClassVar[bool] = False
-    """Whether `loss_sum` adds the losses of the sources of a mixture, and their numbers of targets, to `counted`."""
+    """Whether `loss_sum` adds the losses of the sources of a mixture, and then their numbers of targets, to `counted`.
+    Meanwhile, `counted.sources` has the number of the source of each label, (N, T), or of each sample, (N,).
+    """
     loss_is_per_batch: bool | None = None
     """Whether a loss that is not a mean over samples is accepted. None: the loss is a sum by construction, and is not
     tried before the first step.

@@ -135,7 +135,7 @@ class WithSources:
 
     def __init__(self, dataset: Any, order: MixedOrder) -> None:
         self.dataset, self.num_samples = dataset, order.num_samples
-        # The samples of the sources follow each other, except images of the same classes.
+        # The samples of the sources follow each other, unless a source lies within another one.
         self.starts = [int(source.samples[0]) for source in order.sources]
         self.owners: NDArray[np.int16] | None = None
         if not all(isinstance(source.samples, range) for source in order.sources):

@@ -1,5 +1,6 @@
 """The module whose forward training calls: the model with its task's loss."""
 
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
@@ -40,8 +41,8 @@ class TrainingModule(nn.Module):
     def _loss(self, batch: Batch) -> Tensor:
         if "sources" not in batch:
             return checked_loss(self.task.loss_sum(self.model, batch))
-        # Apart from the batch, whose tensors a task may give to its model.
-        counted: Any = self.task.counted
+        # Apart from the batch, whose tensors a task may give to its model. A replay counts nothing.
+        counted: Any = self.task.counted or SimpleNamespace()
         counted.sources = batch["sources"]
         loss = self.task.loss_sum(self.model, {name: batch[name] for name in batch if name != "sources"})
         counted.sources = None

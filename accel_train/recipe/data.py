@@ -372,7 +372,7 @@ class BrokenData(Data):
     max_broken: NonNegativeInt = 0
     """Number of different training samples that may turn out broken before the run stops. What has been met since the
     start or the last resume counts. A broken image, also by its mask, has weight 0, and its step keeps the others. A
-    broken line of jsonl (bytes that are no text, no JSON object, a column that is missing or of another type) is left
+    broken line of jsonl (bytes that are not text, no JSON object, a column that is missing or of another type) is left
     out of the data, and needs `data.order: blocks`. A broken evaluation sample always stops the run.
     """
 

@@ -367,7 +367,8 @@ def test_shards_of_labeled_texts_and_pairs_have_the_samples_of_all_rows_in_memor
     assert [*map(plain, in_shards.eval)] == [*map(plain, in_memory.eval)]  # type: ignore[arg-type]
     assert in_shards.facts.label_names == in_memory.facts.label_names
     if name == "rewrites":
-        assert in_memory.facts.train_targets == sum(len(each.target) for each in in_memory.train)  # type: ignore[attr-defined]
+        pairs: Any = in_memory.train
+        assert in_memory.facts.train_targets == sum(len(each.target) for each in pairs)
         assert in_shards.facts.train_targets == pytest.approx(in_memory.facts.train_targets, rel=0.3)
     position = [*map(plain, expected)].index(plain(found[70]))
     ours, theirs = in_shards.collate([found[70]]), in_memory.collate([expected[position]])

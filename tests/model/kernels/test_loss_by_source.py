@@ -1,7 +1,8 @@
-"""The losses of sources in a batch: those of the batches of each source alone."""
+"""The losses of sources in a batch equal the losses of each source alone."""
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from accel_train.data.labels import IGNORED_LABEL
 from accel_train.engine.mixture import SourceCounts
 from accel_train.model.kernels.loss_by_source import count_losses
+from accel_train.model.training_module import TrainingModule
 from accel_train.tasks.common.classification import ClassLoss, multi_label_loss_sum, regression_loss_sum
 
 N, C, SIDE = 12, 5, 4
@@ -58,3 +60,18 @@ def test_an_evaluation_counts_nothing() -> None:
     counted = SourceCounts(6)
     count_losses(nn.Identity().eval(), counted, WEIGHTED, *CASES["classes"][1:3])
     assert not counted.take(torch.zeros(())).any()
+
+
+@pytest.mark.parametrize("counted", [None, SourceCounts(6)])
+def test_a_loss_finds_the_sources_of_its_batch_apart_and_only_while_it_is_computed(counted: Any) -> None:
+    class Summed:
+        def loss_sum(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+            assert batch.keys() == {"labels"}
+            assert counted is None or counted.sources is SOURCES
+            return model(batch["labels"]).sum()
+
+    task: Any = Summed()
+    task.counted = counted
+    module = TrainingModule(nn.Linear(1, 1), task)
+    assert module({"labels": torch.ones(N, 1), "sources": SOURCES}).requires_grad
+    assert counted is None or counted.sources is None
